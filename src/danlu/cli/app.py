@@ -1,0 +1,40 @@
+"""Every command of `danlu`, in the order a user meets them."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from danlu import __version__
+from danlu.spec import SpecError
+
+app = typer.Typer(
+    name="danlu",
+    help="Train large models on the machines that are really there.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"danlu {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _danlu(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; what the user can mend is printed without a traceback, with exit code 2."""
+    try:
+        app()
+    except SpecError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

@@ -1,0 +1,36 @@
+"""The vocabulary every room speaks: frozen, strict descriptions that round-trip through text. No torch."""
+
+from danlu.spec.cluster import Chip, Cluster, Failures, Level, Tier
+from danlu.spec.event import Ended, Event, Saved, Started, StepReport, Warned
+from danlu.spec.load import load_cluster, load_plan, load_recipe
+from danlu.spec.model import Model, Moe
+from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.problem import Problem, SpecError
+from danlu.spec.recipe import Recipe
+from danlu.spec.run import RunFolder
+
+__all__ = [
+    "Chip",
+    "Cluster",
+    "Degrees",
+    "Ended",
+    "Event",
+    "Failures",
+    "Level",
+    "Model",
+    "Moe",
+    "Pipeline",
+    "Plan",
+    "Problem",
+    "Recipe",
+    "RunFolder",
+    "Saved",
+    "SpecError",
+    "Started",
+    "StepReport",
+    "Tier",
+    "Warned",
+    "load_cluster",
+    "load_plan",
+    "load_recipe",
+]

@@ -1,0 +1,90 @@
+"""What happened: one event a line in a run's `events.jsonl`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from danlu.spec.description import Description
+
+
+class Started(Description):
+    """A run's processes have built the model and are about to take a step."""
+
+    kind: Literal["started"] = "started"
+    time: float
+    """Seconds since the epoch."""
+    world: int
+    chip: str
+    parameters: int
+    step: int
+    """Step the run starts from; above 0 when resumed."""
+    steps: int
+    tokens_per_step: int
+    flops_per_token: float
+    """Model FLOPs, forward and backward, without recompute."""
+    peak: float
+    """FLOP/s of all ranks that MFU is reckoned against."""
+    peak_source: Literal["measured at start", "measured by danlu probe", "data sheet"]
+    baseline_loss: float | None = None
+    """Cross-entropy a unigram model of the corpus reaches: a model that has learned anything is below it."""
+
+
+class StepReport(Description):
+    """One optimiser step; every figure is the global one."""
+
+    kind: Literal["step"] = "step"
+    time: float
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean cross-entropy over all tokens of the global batch."""
+    norm: float
+    """Norm of the whole gradient before clipping."""
+    learning_rate: float
+    tokens: int
+    """Tokens of this step."""
+    seconds: float
+    memory: int
+    """Largest memory of any rank so far, in bytes."""
+    committed: bool = True
+    """False when loss or norm was not finite and the update was skipped."""
+    imbalance: float | None = None
+    """Load of the busiest expert over the mean, averaged over the expert layers."""
+
+
+class Saved(Description):
+    """A checkpoint is complete."""
+
+    kind: Literal["saved"] = "saved"
+    time: float
+    step: int
+    path: str
+    seconds: float
+
+
+class Warned(Description):
+    """Something departs from what was asked, with its cost."""
+
+    kind: Literal["warning"] = "warning"
+    time: float
+    rank: int
+    message: str
+
+
+class Ended(Description):
+    """The run is over."""
+
+    kind: Literal["ended"] = "ended"
+    time: float
+    step: int
+    outcome: Literal["finished", "failed", "stopped"]
+    message: str = ""
+
+
+Event = Annotated[Started | StepReport | Saved | Warned | Ended, Field(discriminator="kind")]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def parse_event(line: str) -> Event:
+    """Read one line of `events.jsonl`."""
+    return _EVENT.validate_json(line)

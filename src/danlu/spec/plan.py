@@ -1,0 +1,106 @@
+"""How a run is laid out: degrees of every axis, their place on the network, pipeline, recompute, sharding."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from danlu.spec.description import Count, Description, Many
+
+Axis = Literal["pp", "replicate", "shard", "cp", "tp", "ep"]
+DENSE_AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp")
+"""Axes of the mesh that attention and dense layers use, outermost first."""
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+LOOPED_SCHEDULES: tuple[Schedule, ...] = ("interleaved", "zero-bubble", "zbv")
+"""Schedules that give every rank several stages."""
+
+
+class Degrees(Description):
+    """Ranks along every axis. `ep` folds the ranks of `shard × cp × tp` once more, for the expert layers."""
+
+    pp: Count = 1
+    """Pipeline stages' ranks."""
+    replicate: Count = 1
+    """Replicas of the sharded model (HSDP)."""
+    shard: Count = 1
+    """Ranks over which states are sharded (FSDP)."""
+    cp: Count = 1
+    """Ranks that share one sequence."""
+    tp: Count = 1
+    """Ranks that share every matrix, with sequence parallelism between them."""
+    ep: Count = 1
+    """Ranks over which experts are spread."""
+
+    @property
+    def world(self) -> int:
+        """Ranks in the whole run."""
+        return self.pp * self.stage
+
+    @property
+    def stage(self) -> int:
+        """Ranks that hold one pipeline stage."""
+        return self.replicate * self.shard * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different sequences."""
+        return self.replicate * self.shard
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks over which one expert's states are sharded."""
+        return self.shard * self.cp * self.tp // self.ep
+
+
+class Pipeline(Description):
+    """The pipeline schedule; only read when `degrees.pp` is above 1."""
+
+    schedule: Schedule = "1f1b"
+    stages_per_rank: Count = 1
+    """Virtual stages on every rank; the looped schedules want 2 or more, the others 1."""
+    layers: Many[int] = ()
+    """Layers of every stage, in order of the stages; as even as possible when left out."""
+
+
+class Plan(Description):
+    """How it will run. Made by hand or by the planner, read by every room that builds a part of the run."""
+
+    degrees: Degrees = Degrees()
+    mapping: dict[Axis, dict[str, Count]] = {}
+    """For an axis, how many of its ranks lie on each network level: `tp = {node = 8}`.
+
+    Axes left out fill what remains, tensor parallelism innermost and the pipeline outermost.
+    """
+    microbatches: Count = 1
+    """Pieces in which a rank takes its share of the batch: gradient accumulation, and what fills the pipeline."""
+    pipeline: Pipeline = Pipeline()
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations to compute again in the backward pass: none; all but matrix products and attention; all."""
+    compile: bool = False
+    """Compile every block with torch.compile."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters between forward and backward (ZeRO-3); keep them if false (ZeRO-2)."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, virtual ones included."""
+        return self.degrees.pp * self.pipeline.stages_per_rank
+
+    def stage_layers(self, layers: int) -> tuple[range, ...]:
+        """Which of `layers` layers every stage holds: as the plan says, or as even as possible.
+
+        Where they do not divide, the stages in the middle take the extra layers: the first also
+        holds the embedding and the last the head.
+        """
+        counts = list(self.pipeline.layers)
+        if not counts:
+            base, extra = divmod(layers, self.stages)
+            first = (self.stages - extra) // 2
+            counts = [base + (first <= stage < first + extra) for stage in range(self.stages)]
+        starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+        return tuple(range(start, end) for start, end in zip(starts, starts[1:], strict=False))
+
+
+def fully_sharded(world: int) -> Plan:
+    """The layout of a run without a plan: states sharded over all ranks."""
+    return Plan(degrees=Degrees(shard=world))

@@ -1,0 +1,100 @@
+"""What to train: model, data, batch, optimiser, precision, steps."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from danlu.spec.description import Count, Description, Many
+from danlu.spec.model import Model
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Data(Description):
+    """Token shards, and what to build them from when the folder does not exist yet."""
+
+    shards: str
+    """Folder of token shards, relative to the recipe."""
+    source: Many[str] = ()
+    """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+
+
+class Batch(Description):
+    """The global batch of one optimiser step, whatever the layout."""
+
+    sequences: Count
+    length: Count
+    """Tokens a sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one optimiser step."""
+        return self.sequences * self.length
+
+
+class Optimizer(Description):
+    """AdamW; weight decay spares vectors (norms and biases)."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip: float = Field(default=1.0, ge=0)
+    """Largest norm of the global gradient; 0 does not clip."""
+
+
+class Schedule(Description):
+    """The learning rate over the run, as a factor of the optimiser's `learning_rate`."""
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    decay: int | None = Field(default=None, ge=0)
+    """Steps of decay at the end; for `wsd` only (warm-up, stable, decay). A tenth of the run when left out."""
+    final: float = Field(default=0.1, ge=0, le=1)
+    """Factor at the end of the run."""
+
+
+class LayerPrecision(Description):
+    """Precision of the modules whose names match."""
+
+    match: str
+    """A pattern over `embed`, `blocks.<layer>`, `blocks.<layer>.mlp.experts` and `head`, such as `blocks.[0-3]`."""
+    compute: ComputeDtype
+    reduce: ComputeDtype = "fp32"
+
+
+class Precision(Description):
+    """Dtypes of compute and of gradient reduction; parameters and optimiser states are always kept in fp32."""
+
+    compute: ComputeDtype = "fp32"
+    reduce: ComputeDtype = "fp32"
+    layers: Many[LayerPrecision] = ()
+    """Groups of layers that depart from the above; the last match wins."""
+
+
+class Checkpoint(Description):
+    """When to save, and how many to keep."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end of the run."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+
+class Recipe(Description):
+    """What to train. A file's `model` table may name a catalogue entry as its `base` and change single fields."""
+
+    name: str
+    seed: int = Field(default=0, ge=0)
+    steps: Count
+    model: Model
+    data: Data
+    batch: Batch
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
