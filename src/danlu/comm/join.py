@@ -1,0 +1,38 @@
+"""Enter and leave the world of ranks."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands in the run, and where all of them meet."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    store: str = ""
+    """`host:port` of the meeting point that rank 0 opens; not needed by a run of one."""
+
+
+def meet(place: Place, timeout: timedelta = timedelta(minutes=10)) -> dist.Store:
+    """The store through which the ranks of a run find each other; rank 0 opens it."""
+    if place.world == 1:
+        return dist.HashStore()
+    host, _, port = place.store.rpartition(":")
+    return dist.TCPStore(
+        host, int(port), place.world, is_master=place.rank == 0, timeout=timeout, wait_for_workers=False
+    )
+
+
+def join(place: Place, backend: str, store: dist.Store, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Make this process a member of the world; returns when every rank has come."""
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+
+
+def leave() -> None:
+    """Close every group of this process."""
+    dist.destroy_process_group()
+

@@ -1,0 +1,1 @@
+"""Graphs: what is compiled, and how."""

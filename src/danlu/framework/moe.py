@@ -1,0 +1,156 @@
+"""Experts: a router, dropless dispatch, and two ways to keep the load even. Written for one device.
+
+Shapes: T tokens, D width of the stream, E experts, N token copies (T × top_k), F hidden width of an expert.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from danlu.spec.model import Moe
+
+
+class AttachLoss(torch.autograd.Function):
+    """Give `loss` a gradient of one without returning it.
+
+    The auxiliary loss of a layer deep inside a pipeline stage has no way to the end of the model;
+    hung on the stream that passes by, its gradient flows as if it had been added there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        """Pass the stream on unchanged."""
+        ctx.loss_like = (loss.shape, loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Hand the stream's gradient on, and one to the loss."""
+        shape, dtype, device = ctx.loss_like
+        return grads[0], torch.ones(shape, dtype=dtype, device=device)
+
+
+class Router(nn.Module):
+    """Choose `top_k` experts for every token."""
+
+    bias_E: Tensor
+    load_E: Tensor
+
+    def __init__(self, width: int, moe: Moe) -> None:
+        super().__init__()
+        self.moe = moe
+        self.gate = nn.Linear(width, moe.experts, bias=False)
+        self.register_buffer("bias_E", torch.zeros(moe.experts))
+        # Tokens sent to each expert since the last `balance`. Recompute counts a token twice: only shares are used.
+        self.register_buffer("load_E", torch.zeros(moe.experts), persistent=False)
+        self.sequences_per_step = 1
+        """Sequences of the global batch: the auxiliary loss is a mean over them."""
+        self.sequence_group: dist.ProcessGroup | None = None
+        """Ranks that hold parts of the same sequences, if they are split."""
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The chosen experts and their weights, both T × top_k, and the auxiliary loss of these tokens."""
+        scores_BSE = self.gate(x_BSD).float()
+        shares_BSE = scores_BSE.softmax(-1)
+        scores_BSE = shares_BSE if self.moe.score == "softmax" else scores_BSE.sigmoid()
+        # The bias moves the choice, never the weight: balancing must not bend the gradient.
+        chosen = (scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
+        weights = scores_BSE.gather(-1, chosen)
+        if self.moe.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        with torch.no_grad():
+            counts_BE = F.one_hot(chosen, self.moe.experts).sum((1, 2)).float()
+            self.load_E += counts_BE.sum(0)
+        loss = self._auxiliary_loss(shares_BSE, counts_BE)
+        return chosen.flatten(0, 1), weights.flatten(0, 1), loss
+
+    def _auxiliary_loss(self, shares_BSE: Tensor, counts_BE: Tensor) -> Tensor:
+        """Load times share of every expert, per sequence: linear over sequences, so no layout changes it.
+
+        A loss over whatever tokens happen to share a microbatch (the usual form) differs between layouts.
+        """
+        if self.moe.balance != "loss":
+            return shares_BSE.new_zeros(())
+        length, counts_BE = shares_BSE.shape[1], counts_BE
+        if self.sequence_group is not None:
+            length *= self.sequence_group.size()
+            counts_BE = counts_BE.clone()
+            dist.all_reduce(counts_BE, group=self.sequence_group)
+        load_BE = counts_BE * (self.moe.experts / (self.moe.top_k * length))
+        share_BE = shares_BSE.sum(1) / length
+        return (load_BE * share_BE).sum() * (self.moe.balance_rate / self.sequences_per_step)
+
+    @torch.no_grad()
+    def balance(self, load_E: Tensor) -> float:
+        """Take the step's global load: move the bias if that is the way, and say how uneven it was (max over mean)."""
+        share_E = load_E / load_E.sum()
+        if self.moe.balance == "bias":
+            self.bias_E += self.moe.balance_rate * torch.sign(share_E.mean() - share_E)
+        self.load_E.zero_()
+        return float(share_E.max() / share_E.mean())
+
+
+class Experts(nn.Module):
+    """The feed-forward networks of all experts this rank holds, as stacked matrices."""
+
+    def __init__(self, width: int, moe: Moe, activation: str) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(moe.experts, width, moe.width)) if activation == "swiglu" else None
+        self.up = nn.Parameter(torch.empty(moe.experts, width, moe.width))
+        self.down = nn.Parameter(torch.empty(moe.experts, moe.width, width))
+
+    def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
+        """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
+        up = _held(self.up)
+        gate = None if self.gate is None else _held(self.gate)
+        down = _held(self.down)
+        parts = []
+        for expert, x in enumerate(x_ND.split(counts)):
+            hidden = x @ up[expert]
+            hidden = F.gelu(hidden) if gate is None else F.silu(x @ gate[expert]) * hidden
+            parts.append(hidden @ down[expert])
+        return torch.cat(parts)
+
+
+def _held(weight: Tensor) -> Tensor:
+    """The experts held here of a weight that may be spread over ranks."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class LocalExchange(nn.Module):
+    """Bring token copies to their experts: all of them are here. The seam that expert parallelism replaces."""
+
+    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
+        """Token copies sorted by expert through their experts, back in the same order."""
+        return experts(x_ND, counts_E.tolist())
+
+
+class MoeLayer(nn.Module):
+    """A feed-forward layer of routed experts, beside shared ones if there are any. No token is dropped."""
+
+    def __init__(self, width: int, moe: Moe, activation: str, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.top_k = moe.top_k
+        self.experts_total = moe.experts
+        self.router = Router(width, moe)
+        self.exchange: nn.Module = LocalExchange()
+        self.experts = Experts(width, moe, activation)
+        self.shared = shared
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Send every token to its experts and add up what they answer."""
+        chosen, weights, loss = self.router(x_BSD)
+        x_TD = x_BSD.flatten(0, 1)
+        order_N = chosen.flatten().argsort(stable=True)
+        counts_E = torch.bincount(chosen.flatten(), minlength=self.experts_total)
+        y_ND = self.exchange(x_TD[order_N // self.top_k], counts_E, self.experts)
+        back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+        y_TKD = y_ND[back_N].unflatten(0, (-1, self.top_k))
+        y_BSD = (y_TKD * weights.unsqueeze(-1).type_as(y_TKD)).sum(1).view_as(x_BSD)
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(x_BSD)
+        return AttachLoss.apply(y_BSD, loss)

@@ -1,0 +1,65 @@
+"""How the decoder's modules lie on the mesh: data beside the model, read by `build`."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from danlu.comm.mesh import Mesh
+from danlu.framework.moe import MoeLayer
+from danlu.framework.transformer import Decoder
+from danlu.parallel.shard import Unit
+from danlu.parallel.tensor import Style
+
+
+def tensor_placements(part: Decoder) -> dict[str, Style]:
+    """The tensor-parallel style of every module that has one."""
+    placements: dict[str, Style] = {}
+    if part.embed is not None:
+        placements["embed.token"] = "vocabulary"
+        if part.embed.position is not None:
+            placements["embed.position"] = "vocabulary"
+    for layer, block in part.blocks.items():
+        name = f"blocks.{layer}"
+        placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
+        placements |= {f"{name}.attention": "gather", f"{name}.attention.o": "row"}
+        placements |= {f"{name}.attention.{projection}": "column" for projection in "qkv"}
+        mlp = block.get_submodule("mlp")
+        if isinstance(mlp, MoeLayer):
+            placements[f"{name}.mlp.router.gate"] = "sequence"
+            if mlp.shared is not None:
+                placements |= _mlp_placements(f"{name}.mlp.shared", mlp.shared)
+        else:
+            placements |= _mlp_placements(f"{name}.mlp", mlp)
+    if part.head is not None:
+        placements |= {"head.norm": "sequence", "head.score": "scores"}
+    return placements
+
+
+def _mlp_placements(name: str, mlp: nn.Module) -> dict[str, Style]:
+    placements: dict[str, Style] = {name: "gather", f"{name}.up": "column", f"{name}.down": "row"}
+    if dict(mlp.named_children()).get("gate") is not None:
+        placements[f"{name}.gate"] = "column"
+    return placements
+
+
+def sharding_units(part: Decoder, mesh: Mesh) -> Iterator[Unit]:
+    """The modules whose parameters are gathered together, inner ones first.
+
+    A tied embedding is shared by both ends of the model, so it stays with the part itself.
+    """
+    for layer, block in part.blocks.items():
+        mlp = block.get_submodule("mlp")
+        if isinstance(mlp, MoeLayer):
+            yield Unit(f"blocks.{layer}.mlp.experts", mlp.experts, mesh.expert_parameters)
+        yield Unit(f"blocks.{layer}", block, mesh.parameters)
+    if not part.tied:
+        for name, module in (("embed", part.embed), ("head", part.head)):
+            if module is not None:
+                yield Unit(name, module, mesh.parameters)
+
+
+def moe_layers(part: Decoder) -> Iterator[MoeLayer]:
+    """Every expert layer of a part."""
+    for module in part.modules():
+        if isinstance(module, MoeLayer):
+            yield module

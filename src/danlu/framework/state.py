@@ -1,0 +1,79 @@
+"""The state of a training run as one value."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class TrainState:
+    """Everything a run needs to go on: what this rank holds of it, under global names.
+
+    The learning rate, the order of the data and the random numbers of a step are pure functions of
+    seed and step, so they have no state of their own.
+    """
+
+    parts: list[nn.Module]
+    optimizer: torch.optim.Optimizer
+    seed: int
+    step: int = 0
+    cursor: int = 0
+    """Index of the next sample."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter this rank holds a piece of, by global name."""
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The same, without names."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def seed_step(self, rank: int) -> None:
+        """Start the random numbers of this step: the same after a resume as without one."""
+        torch.manual_seed((self.seed * 1_000_003 + self.step) * 1_000_003 + rank)
+
+    def update(self, learning_rate: float) -> None:
+        """Let the optimiser move the parameters along their gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def advance(self, samples: int) -> None:
+        """Go on to the next step, whether or not this one moved the parameters."""
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.cursor += samples
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state by global name, the optimiser's included (made first if it has none yet)."""
+        if not self.optimizer.state:
+            self._prime_optimizer()
+        tensors: dict[str, Tensor] = {}
+        for part in self.parts:
+            tensors |= {f"model.{name}": tensor for name, tensor in part.state_dict().items()}
+        for name, parameter in self.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the state."""
+        return {"step": self.step, "cursor": self.cursor, "seed": self.seed}
+
+    def _prime_optimizer(self) -> None:
+        """Let the optimiser make its state with a step of zero length, so that a checkpoint can be read into it."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for state in self.optimizer.state.values():
+            state["step"].zero_()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

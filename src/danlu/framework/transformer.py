@@ -1,0 +1,168 @@
+"""The decoder transformer, written for one device. Placement is data beside it, in `placements.py`.
+
+Shapes: B sequences, S tokens of each, D width of the stream, H heads, K key-value heads, W width of a head.
+Where a rank holds only a part of the heads or of the sequence the same code runs on the part.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from danlu.framework.moe import MoeLayer
+from danlu.spec.model import Model
+
+
+def rotate(x_BSHW: Tensor, theta: float) -> Tensor:
+    """Turn pairs of features by an angle that grows with the position (rotary embedding), in fp32."""
+    length, width = x_BSHW.shape[1], x_BSHW.shape[3]
+    pairs = torch.arange(0, width, 2, device=x_BSHW.device, dtype=torch.float32)
+    angle_SW = torch.outer(torch.arange(length, device=x_BSHW.device), theta ** (-pairs / width))
+    cos, sin = angle_SW.cos()[:, None], angle_SW.sin()[:, None]
+    first, second = x_BSHW.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.type_as(x_BSHW)
+
+
+def _norm(model: Model) -> nn.Module:
+    if model.norm == "rms":
+        return nn.RMSNorm(model.width, eps=model.norm_epsilon)
+    return nn.LayerNorm(model.width, eps=model.norm_epsilon)
+
+
+class AttentionCore(nn.Module):
+    """Causal attention over whole sequences; the seam that context parallelism wraps."""
+
+    def __init__(self, theta: float | None) -> None:
+        super().__init__()
+        self.theta = theta
+
+    def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor) -> Tensor:
+        """Attend; the result has the shape of `q_BSHW`."""
+        if self.theta is not None:
+            q_BSHW, k_BSKW = rotate(q_BSHW, self.theta), rotate(k_BSKW, self.theta)
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.head = model.head
+        self.q = nn.Linear(model.width, model.heads * model.head, bias=model.bias)
+        self.k = nn.Linear(model.width, model.key_value_heads * model.head, bias=model.bias)
+        self.v = nn.Linear(model.width, model.key_value_heads * model.head, bias=model.bias)
+        self.core = AttentionCore(model.rope_theta if model.position == "rope" else None)
+        self.o = nn.Linear(model.heads * model.head, model.width, bias=model.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Mix information between positions."""
+        q, k, v = (project(x_BSD).unflatten(-1, (-1, self.head)) for project in (self.q, self.k, self.v))
+        return self.o(self.core(q, k, v).flatten(2))
+
+
+class Mlp(nn.Module):
+    """The feed-forward network: SwiGLU or GELU."""
+
+    def __init__(self, width: int, hidden: int, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias) if activation == "swiglu" else None
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Transform every position on its own."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x_BSD)))
+        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class Block(nn.Module):
+    """One layer: attention, then a feed-forward network or experts, each behind its norm."""
+
+    def __init__(self, model: Model, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(model)
+        self.attention = Attention(model)
+        self.mlp_norm = _norm(model)
+        self.mlp: nn.Module
+        if model.is_moe_layer(layer):
+            assert model.moe is not None
+            moe = model.moe
+            shared = Mlp(model.width, moe.shared * moe.width, model.activation, bias=False) if moe.shared else None
+            self.mlp = MoeLayer(model.width, moe, model.activation, shared)
+        else:
+            self.mlp = Mlp(model.width, model.mlp, model.activation, model.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Add what this layer found to the stream."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class Embed(nn.Module):
+    """Tokens to vectors."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.token = nn.Embedding(model.vocabulary, model.width)
+        self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
+        self.part = 0
+        """Which part of the sequence the tokens are, where a rank is given one of several."""
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Look up every token, and its place if places are learned."""
+        x_BSD = self.token(tokens_BS)
+        if self.position is None:
+            return x_BSD
+        length = tokens_BS.shape[1]
+        places_1S = torch.arange(self.part * length, (self.part + 1) * length, device=tokens_BS.device)[None]
+        return x_BSD + self.position(places_1S)
+
+
+class Head(nn.Module):
+    """The final norm and the scores of every token of the vocabulary."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = _norm(model)
+        self.score = nn.Linear(model.width, model.vocabulary, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Score every token of the vocabulary at every position."""
+        return self.score(self.norm(x_BSD))
+
+
+class Decoder(nn.Module):
+    """A decoder, or the consecutive layers of it that one pipeline stage holds.
+
+    Parameters carry their global names (`blocks.7.…`) whatever the stage, so that checkpoints do
+    not depend on the layout.
+    """
+
+    def __init__(self, model: Model, layers: Iterable[int] | None = None, first: bool = True, last: bool = True) -> None:
+        super().__init__()
+        self.embed = Embed(model) if first else None
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(model, layer) for layer in (range(model.layers) if layers is None else layers)}
+        )
+        self.head = Head(model) if last else None
+        self.tied = model.tied
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head use the embedding's table, if the model is tied; again after parameters were replaced."""
+        if self.tied and self.embed is not None and self.head is not None:
+            self.head.score.weight = self.embed.token.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (or the stream of the stage before) in; scores (or the stream for the next stage) out."""
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)

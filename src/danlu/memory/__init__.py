@@ -1,0 +1,1 @@
+"""Bytes: what to keep, and what to compute again."""

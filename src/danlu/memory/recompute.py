@@ -1,0 +1,47 @@
+"""Activations computed again in the backward pass instead of being kept."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+COSTLY = frozenset(
+    {
+        _aten.mm.default,
+        _aten.bmm.default,
+        _aten.addmm.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+        _c10d.reduce_scatter_tensor.default,
+        _c10d.all_to_all_single.default,
+    }
+)
+"""What `selective` keeps: matrix products, attention, and results that came over the network."""
+
+
+def apply_recompute(blocks: Iterable[nn.Module], mode: Literal["none", "selective", "full"]) -> None:
+    """Wrap the forward of every block; names of parameters stay as they are."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+
+
+def _keep_costly(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,47 @@
+"""Cross-entropy over scores that may be split by the vocabulary."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def cross_entropy_sum(scores_BSV: Tensor, targets_BS: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum of the cross-entropy over all positions, in fp32; with a group, `scores_BSV` holds a rank's share of V."""
+    scores, targets = scores_BSV.flatten(0, 1).float(), targets_BS.flatten()
+    if group is None:
+        return F.cross_entropy(scores, targets, reduction="sum")
+    return _SplitCrossEntropy.apply(scores, targets, group)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Three small all-reduces instead of gathering the scores: they are the largest activation of a model.
+
+    torch's `loss_parallel` does the same behind a context manager that must be open during backward,
+    which a pipeline schedule runs elsewhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores_NV: Tensor, targets_N: Tensor, group: ProcessGroup) -> Tensor:
+        width = scores_NV.shape[1]
+        top_N = scores_NV.amax(1)
+        dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
+        exp_NV = (scores_NV - top_N[:, None]).exp_()
+        local_N = targets_N - group.rank() * width
+        held_N = (local_N >= 0) & (local_N < width)
+        local_N = local_N.clamp(0, width - 1)
+        target_N = torch.where(held_N, scores_NV.gather(1, local_N[:, None])[:, 0] - top_N, 0.0)
+        sums_2N = torch.stack((exp_NV.sum(1), target_N))
+        dist.all_reduce(sums_2N, group=group)
+        total_N, target_N = sums_2N
+        ctx.save_for_backward(exp_NV.div_(total_N[:, None]), local_N, held_N)
+        return (total_N.log() - target_N).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        share_NV, local_N, held_N = ctx.saved_tensors
+        gradient_NV = share_NV.scatter_add(1, local_N[:, None], -held_N[:, None].to(share_NV.dtype))
+        return gradient_NV.mul_(grads[0]), None, None

@@ -1,0 +1,48 @@
+"""The norm of the whole gradient, wherever its pieces lie."""
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(gradient: Tensor, stage_ranks: int) -> int:
+    """How many ranks of the stage hold the same piece of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return stage_ranks
+    mesh = gradient.device_mesh
+    return stage_ranks // prod(
+        mesh.size(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard()
+    )
+
+
+@torch.no_grad()
+def local_square_sum(parameters: Iterable[nn.Parameter], stage_ranks: int, device: torch.device) -> Tensor:
+    """This rank's share of the squared norm: the sum over all ranks of the run is the square of the global norm.
+
+    A piece held by several ranks counts for its part in each, so one all-reduce serves every mesh.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_copies.setdefault(_copies(parameter.grad, stage_ranks), []).append(_local(parameter.grad))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for copies, gradients in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+        total += norms.square().sum() / copies
+    return total
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
+    """Scale the gradient down to norm `largest` if it is longer; 0 leaves it alone."""
+    if largest == 0 or norm <= largest:
+        return
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, largest / (norm + 1e-6))

@@ -1,0 +1,135 @@
+"""The layouts whose training must equal that of one process."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from danlu.spec.catalogue import catalogue
+from danlu.spec.model import Model
+from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.recipe import Batch, Data, Optimizer, Precision, Recipe, Schedule
+from danlu.spec.toml import read
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and the plan it is trained with."""
+
+    name: str
+    model: str
+    plan: Plan
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """Name of the single-process run this one must equal."""
+        return "-".join([self.model, *(f"{key}={value}" for key, value in sorted(self.changes.items()))])
+
+
+def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Recipe:
+    """Ten steps in fp32, with a learning rate that moves every parameter well past the tolerance.
+
+    Epsilon is larger than usual: AdamW turns the sign of a gradient that is zero but for rounding
+    (the bias of the keys is such a one) into a step of full length, which no two summation orders share.
+    """
+    values = read(catalogue("models")[model]).values | {"vocabulary": 264}
+    for key, value in (changes or {}).items():
+        if key in ("balance", "score", "shared"):
+            values["moe"] = values["moe"] | {key: value}
+        else:
+            values[key] = value
+    return Recipe(
+        name=model,
+        seed=7,
+        steps=STEPS,
+        model=Model.model_validate(values),
+        data=Data(shards=shards),
+        batch=Batch(sequences=16, length=32),
+        optimizer=Optimizer(learning_rate=1e-3, epsilon=1e-6),
+        schedule=Schedule(kind="cosine", warmup=3),
+        precision=Precision(),
+    )
+
+
+def _plan(microbatches: int = 1, schedule: Any = None, per_rank: int = 1, **settings: Any) -> Plan:
+    degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
+    pipeline = Pipeline(schedule=schedule or "1f1b", stages_per_rank=per_rank)
+    return Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
+
+
+def _layouts() -> list[Layout]:
+    made: list[Layout] = []
+
+    def dense(name: str, **settings: Any) -> None:
+        made.append(Layout(name, "tiny-llama", _plan(**settings)))
+
+    def gpt(name: str, changes: dict[str, Any] | None = None, **settings: Any) -> None:
+        made.append(Layout(f"gpt {name}", "tiny-gpt", _plan(**settings), changes or {}))
+
+    def moe(name: str, changes: dict[str, Any] | None = None, **settings: Any) -> None:
+        made.append(Layout(f"moe {name}", "tiny-moe", _plan(**settings), changes or {}))
+
+    # One process.
+    dense("accumulate 4", microbatches=4)
+    moe("accumulate 4", microbatches=4)
+    # Every axis alone.
+    dense("fsdp", shard=2)
+    dense("fsdp, kept gathered", shard=2, reshard_after_forward=False)
+    dense("replicas", replicate=2)
+    dense("tp", tp=2)
+    dense("tp 4", tp=4)
+    dense("cp", cp=2)
+    dense("cp 8, key-value heads repeated", cp=8)
+    gpt("tp", tp=2)
+    gpt("cp", cp=2)
+    gpt("tied, tp", {"tied": True}, tp=2)
+    gpt("tied, fsdp", {"tied": True}, shard=2)
+    moe("ep", shard=2, ep=2)
+    moe("ep, balanced by bias", {"balance": "bias", "score": "sigmoid"}, shard=2, ep=2)
+    moe("ep 4", shard=4, ep=4)
+    # Every schedule.
+    dense("gpipe", pp=2, microbatches=4, schedule="gpipe")
+    dense("1f1b", pp=2, microbatches=4)
+    dense("1f1b, 4 stages", pp=4, microbatches=8)
+    dense("interleaved", pp=2, microbatches=4, schedule="interleaved", per_rank=2)
+    dense("zero-bubble", pp=2, microbatches=4, schedule="zero-bubble", per_rank=2)
+    dense("zbv", pp=2, microbatches=4, schedule="zbv", per_rank=2)
+    # Recompute and compile.
+    dense("fsdp, recompute selective", shard=2, recompute="selective")
+    dense("fsdp, recompute full", shard=2, recompute="full")
+    dense("fsdp, compiled", shard=2, compile=True)
+    moe("ep, recompute full", shard=2, ep=2, recompute="full")
+    moe("ep, recompute selective", shard=2, ep=2, recompute="selective")
+    # Pairs.
+    dense("hsdp", replicate=2, shard=2)
+    dense("hsdp, accumulate 2", replicate=2, shard=2, microbatches=2)
+    dense("fsdp × tp", shard=2, tp=2)
+    dense("fsdp × cp", shard=2, cp=2)
+    dense("fsdp × 1f1b", shard=2, pp=2, microbatches=4)
+    dense("fsdp × zero-bubble", shard=2, pp=2, microbatches=4, schedule="zero-bubble", per_rank=2)
+    dense("replicas × tp", replicate=2, tp=2)
+    dense("replicas × 1f1b", replicate=2, pp=2, microbatches=4)
+    dense("tp × cp", tp=2, cp=2)
+    dense("tp × 1f1b", tp=2, pp=2, microbatches=4)
+    dense("tp × zbv", tp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2)
+    dense("cp × interleaved", cp=2, pp=2, microbatches=4, schedule="interleaved", per_rank=2)
+    dense("fsdp × tp, recompute full", shard=2, tp=2, recompute="full")
+    gpt("tp × cp", tp=2, cp=2)
+    moe("tp, experts whole", tp=2)
+    moe("ep over tp", tp=2, ep=2)
+    moe("fsdp × ep", shard=4, ep=2)
+    moe("fsdp × tp × ep 4", shard=2, tp=2, ep=4)
+    moe("cp × ep", cp=2, shard=2, ep=2)
+    moe("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)
+    moe("zero-bubble × ep", pp=2, shard=2, ep=2, microbatches=4, schedule="zero-bubble", per_rank=2)
+    # Triples.
+    dense("fsdp × tp × 1f1b", shard=2, tp=2, pp=2, microbatches=4)
+    dense("fsdp × cp × tp", shard=2, cp=2, tp=2)
+    dense("hsdp × tp", replicate=2, shard=2, tp=2)
+    moe("hsdp × cp × ep 4", replicate=2, shard=2, cp=2, ep=4)
+    moe("tp × interleaved × ep", shard=2, tp=2, pp=2, ep=4, microbatches=4, schedule="interleaved", per_rank=2)
+    return made
+
+
+LAYOUTS = _layouts()

@@ -1,0 +1,44 @@
+"""Start a set of real ranks once, and run many cases in it: importing torch is the slow part."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(script: Path, world: int, *arguments: str, seconds: float) -> None:
+    """Run `script rank world port …` once a rank; fails with the output of the first rank that failed."""
+    port = str(free_port())
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(script), str(rank), str(world), port, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    deadline = time.monotonic() + seconds
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{script.name} on {world} ranks took more than {seconds:.0f} s")
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+    outputs = [rank.communicate()[0] for rank in ranks]
+    failed = [number for number, rank in enumerate(ranks) if rank.returncode not in (0, -9)]
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} of {world} failed:\n{outputs[failed[0]]}")
