@@ -1,9 +1,11 @@
 """Files into descriptions, with every problem reported at once."""
 
+import re
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -12,53 +14,90 @@ from danlu.spec import toml
 from danlu.spec.catalogue import catalogue
 from danlu.spec.cluster import Cluster
 from danlu.spec.description import Description
+from danlu.spec.model import Model
 from danlu.spec.plan import Plan
-from danlu.spec.problem import Problem, SpecError, nearest, problem_at, shown
+from danlu.spec.problem import Problem, SpecError, dotted, nearest, problem_at, shown
 from danlu.spec.recipe import Recipe
 
 D = TypeVar("D", bound=Description)
+D_co = TypeVar("D_co", bound=Description, covariant=True)
+
+
+@dataclass(frozen=True)
+class Sourced(Generic[D_co]):
+    """A description beside the file it was read from, so that a problem can name its line."""
+
+    value: D_co
+    document: toml.Document
+
+    def problem(self, key: str, message: str, suggestion: str = "") -> Problem:
+        """A problem with the setting `key`, a dotted path; it points at the nearest table if the file leaves it out."""
+        parts = key.replace("]", "").replace("[", ".").split(".")
+        path = tuple(int(part) if part.isdigit() else part for part in parts)
+        return problem_at(self.document.path, self.document.line(path), key, message, suggestion)
 
 
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe; `model.base` takes a catalogue model whose fields the table may change."""
-    return _load(path, Recipe)
+    return read_recipe(path).value
 
 
 def load_plan(path: Path) -> Plan:
     """Read a plan."""
-    return _load(path, Plan)
+    return read_plan(path).value
 
 
 def load_cluster(name_or_path: str) -> Cluster:
     """Read a cluster from a file, or from the catalogue by its name."""
-    path = Path(name_or_path)
-    if path.suffix == ".toml" or path.exists():
-        return _load(path, Cluster)
-    return _load(_catalogue_file(name_or_path), Cluster)
+    return read_cluster(name_or_path).value
 
 
-def _catalogue_file(name: str) -> Path:
-    known = catalogue("clusters")
-    if name not in known:
-        hint = nearest(name, list(known))
-        message = f'"{name}" is neither a file nor a cluster of the catalogue'
-        raise SpecError([problem_at(Path(name), 1, "cluster", message, hint)])
-    return known[name]
+def load_model(name_or_path: str) -> Model:
+    """Read a model from a file of its own, or from the catalogue by its name."""
+    return _read(_file(name_or_path, "models"), Model).value
 
 
-def _load(path: Path, kind: type[D]) -> D:
+def read_recipe(path: Path) -> Sourced[Recipe]:
+    """Read a recipe and keep its lines."""
+    return _read(path, Recipe)
+
+
+def read_plan(path: Path) -> Sourced[Plan]:
+    """Read a plan and keep its lines."""
+    return _read(path, Plan)
+
+
+def read_cluster(name_or_path: str) -> Sourced[Cluster]:
+    """Read a cluster, from a file or the catalogue, and keep its lines."""
+    return _read(_file(name_or_path, "clusters"), Cluster)
+
+
+def _file(name_or_path: str, kind: Literal["models", "clusters"]) -> Path:
+    path, known = Path(name_or_path), catalogue(kind)
+    if path.suffix == ".toml" or path.is_file():
+        return path
+    if name_or_path not in known:
+        word = kind.removesuffix("s")
+        message = f'"{name_or_path}" is neither a file nor a {word} of the catalogue'
+        raise SpecError([problem_at(path, 1, word, message, nearest(name_or_path, list(known)))])
+    return known[name_or_path]
+
+
+def _read(path: Path, kind: type[D]) -> Sourced[D]:
     document = read_document(path)
-    problems: list[Problem] = []
-    values = document.values
+    values, problems = document.values, list[Problem]()
     if kind is Recipe:
-        values = _with_base(document, problems)
+        values, problems = _with_base(document)
     try:
         description = kind.model_validate(values)
     except ValidationError as error:
-        problems += [_problem(document, kind, detail) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        if problems:  # without its base a model table lacks fields that are not the user's fault
+            details = [d for d in details if d["loc"][:1] != ("model",) or d["type"] == "extra_forbidden"]
+        problems += [_problem(document, kind, detail) for detail in details]
     if problems:
         raise SpecError(sorted(problems, key=lambda problem: problem.line))
-    return description
+    return Sourced(description, document)
 
 
 def read_document(path: Path) -> toml.Document:
@@ -69,72 +108,91 @@ def read_document(path: Path) -> toml.Document:
         beside = [file.name for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         hint = nearest(path.name, beside) if beside else ""
         raise SpecError([problem_at(path, 1, "file", "does not exist", hint)]) from None
-    except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise SpecError([problem_at(path, 1, "file", f"is not a text file: {error}")]) from None
     except tomllib.TOMLDecodeError as error:
         message, _, place = str(error).partition(" (at line ")
-        line = int(place.split(",")[0]) if place[:1].isdigit() else path.read_text().count("\n") + 1
+        line = int(place.split(",")[0]) if place[:1].isdigit() else path.read_text(encoding="utf-8").count("\n") + 1
         raise SpecError([problem_at(path, line, "syntax", f"is not TOML: {message}")]) from None
+    except UnicodeDecodeError as error:
+        raise SpecError([problem_at(path, 1, "file", f"is not text in UTF-8: {error.reason}")]) from None
+    except OSError as error:
+        raise SpecError([problem_at(path, 1, "file", f"cannot be read: {error.strerror}")]) from None
 
 
-def _with_base(document: toml.Document, problems: list[Problem]) -> dict[str, Any]:
+def _with_base(document: toml.Document) -> tuple[dict[str, Any], list[Problem]]:
     """The recipe's values with the catalogue model that `model.base` names written out under its own fields."""
     model = document.values.get("model")
     if not isinstance(model, dict) or "base" not in model:
-        return document.values
+        return document.values, []
     own = dict(model)
     base, models = own.pop("base"), catalogue("models")
-    if base not in models:
-        hint = nearest(str(base), list(models))
-        message = f"{shown(base)} is not a model of the catalogue"
-        problems.append(problem_at(document.path, document.line(("model", "base")), "model.base", message, hint))
-        base = "tiny-llama"  # so that the rest of the table is still checked
+    if not isinstance(base, str) or base not in models:
+        message = f"is {shown(base)}, but must be a model of the catalogue"
+        line, hint = document.line(("model", "base")), nearest(str(base), list(models))
+        # The other fields stay in the values, so that a misspelt one is reported in the same breath.
+        return document.values | {"model": own}, [problem_at(document.path, line, "model.base", message, hint)]
     known = toml.read(models[base]).values
     if isinstance(known.get("moe"), dict) and isinstance(own.get("moe"), dict):
         own["moe"] = known["moe"] | own["moe"]
-    return document.values | {"model": known | own}
+    return document.values | {"model": known | own}, []
 
 
 def _problem(document: toml.Document, kind: type[Description], detail: ErrorDetails) -> Problem:
     """One pydantic error in our words: value, expectation, nearest name."""
     loc = tuple(part for part in detail["loc"] if part != "[key]")
-    key = ".".join(str(part) for part in loc) or "file"
     value, suggestion = detail["input"], ""
     if detail["type"] == "extra_forbidden":
-        fields = _fields_at(kind, loc[:-1])
         message = "is not a setting"
-        suggestion = nearest(str(loc[-1]), fields)
+        suggestion = nearest(str(loc[-1]), _fields_at(kind, loc[:-1]))
     elif detail["type"] == "missing":
         message = "is missing"
-        suggestion = f"add `{loc[-1]} = …` to {_table(loc[:-1])}"
+        suggestion = _add(kind, loc)
     elif detail["type"] == "literal_error":
         valid = [text.strip("'") for text in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message = f"is {shown(value)}, but must be one of {', '.join(valid)}"
         suggestion = nearest(str(value), valid)
     elif detail["type"] == "value_error":
-        expected = str(detail["ctx"]["error"])
-        message = expected if "must be" in expected or "must have" in expected else _but(value, expected)
+        # A validator over a whole table names the field it blames first: "`heads` must be …".
+        blamed, expected = _blamed(str(detail["ctx"]["error"]))
+        loc += blamed
+        message = expected if blamed else _but(value, expected)
     else:
         message = _but(value, detail["msg"].removeprefix("Input should be "))
-    return problem_at(document.path, document.line(loc), key, message, suggestion)
+    return problem_at(document.path, document.line(loc), dotted(loc) or "file", message, suggestion)
+
+
+def _blamed(text: str) -> tuple[tuple[str, ...], str]:
+    found = re.match(r"`([\w.]+)` (must .*)", text, re.DOTALL)
+    return (tuple(found[1].split(".")), found[2]) if found else ((), text)
 
 
 def _but(value: Any, expected: str) -> str:
     return f"is {shown(value)}, but must be {expected}"
 
 
-def _table(loc: tuple[str | int, ...]) -> str:
-    names = ".".join(str(part) for part in loc if isinstance(part, str))
-    return f"[{names}]" if names else "the top of the file"
+def _add(kind: type[Description], loc: toml.KeyPath) -> str:
+    """How to add a setting that is missing: a line of a table, or a table."""
+    if _fields_at(kind, loc):
+        return f"add a table [[{loc[-1]}]]" if loc == ("levels",) else f"add a table [{dotted(loc)}]"
+    names = ".".join(part for part in loc[:-1] if isinstance(part, str))
+    table = f"[[{names}]]" if any(isinstance(part, int) for part in loc[-2:-1]) else f"[{names}]"
+    return f"add `{loc[-1]} = …` to {table if names else 'the top of the file'}"
 
 
-def _fields_at(kind: Any, loc: tuple[str | int, ...]) -> list[str]:
-    """Names of the settings that are valid in the table at `loc`."""
+def _fields_at(kind: Any, loc: toml.KeyPath) -> list[str]:
+    """Names of the settings that are valid in the table at `loc`; none if it is not a table of fixed names."""
     for part in loc:
-        if isinstance(part, str) and isinstance(kind, type) and issubclass(kind, Description):
-            kind = kind.model_fields[part].annotation
-        kind = _inner(kind)
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, Description) else []
+        if not isinstance(part, str):
+            continue
+        if not _is_description(kind) or part not in kind.model_fields:
+            return []
+        kind = _inner(kind.model_fields[part].annotation)
+    if not _is_description(kind):
+        return []
+    return [*kind.model_fields, "base"] if kind is Model and loc else list(kind.model_fields)
+
+
+def _is_description(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Description)
 
 
 def _inner(kind: Any) -> Any:

@@ -1,5 +1,6 @@
 """How a run is laid out: degrees of every axis, their place on the network, pipeline, recompute, sharding."""
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -66,7 +67,7 @@ class Plan(Description):
     """How it will run. Made by hand or by the planner, read by every room that builds a part of the run."""
 
     degrees: Degrees = Degrees()
-    mapping: dict[Axis, dict[str, Count]] = {}
+    mapping: dict[Axis, dict[str, Count]] = Field(default_factory=dict)
     """For an axis, how many of its ranks lie on each network level: `tp = {node = 8}`.
 
     Axes left out fill what remains, tensor parallelism innermost and the pipeline outermost.
@@ -98,7 +99,7 @@ class Plan(Description):
             first = (self.stages - extra) // 2
             counts = [base + (first <= stage < first + extra) for stage in range(self.stages)]
         starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-        return tuple(range(start, end) for start, end in zip(starts, starts[1:], strict=False))
+        return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 def fully_sharded(world: int) -> Plan:

@@ -39,6 +39,12 @@ def nearest(name: str, valid: list[str]) -> str:
     return f"one of: {', '.join(sorted(valid))}" if len(valid) <= 20 else ""
 
 
+def dotted(key: tuple[str | int, ...]) -> str:
+    """A key as a person writes it: `levels[0].latency`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return text.removeprefix(".")
+
+
 def problem_at(path: Path, line: int, key: str, message: str, suggestion: str = "") -> Problem:
     """A problem in a file, by its place."""
     return Problem(file=str(path), line=line, key=key, message=message, suggestion=suggestion)

@@ -13,11 +13,13 @@ from danlu.spec.description import Description
 
 KeyPath = tuple[str | int, ...]
 
-_HEADER = re.compile(r"^\s*(\[\[|\[)\s*(.+?)\s*\]\]?\s*(#.*)?$")
-_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
-_PART = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
-_STRING = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'')
-_LONG_STRING = re.compile(r'"""|\'\'\'')
+_NAME = r"""(?:[\w-]+|"(?:\\.|[^"\\])*"|'[^']*')"""
+_DOTTED = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+_HEADER = re.compile(rf"^\s*(\[\[?)\s*({_DOTTED})\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(rf"^\s*({_DOTTED})\s*=")
+_TOKEN = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'[^']*'|#.*|[\[\]{}]""")
+_CLOSING = {'"' * 3: re.compile(r'(?:\\.|[^\\])*?"{3,5}'), "'" * 3: re.compile(r".*?'{3,5}")}
+"""Up to the end of a multi-line string; one or two quotes may stand right before its delimiter."""
 
 
 @dataclass(frozen=True)
@@ -37,36 +39,50 @@ class Document:
 
 def read(path: Path) -> Document:
     """Read a TOML file; raises `tomllib.TOMLDecodeError` on bad syntax."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     return Document(path, tomllib.loads(text), key_lines(text))
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line number (from 1) of every table header and key in valid TOML.
+    """Line number (from 1) of every table and key in valid TOML.
 
     The standard library's parser forgets positions, so this walks the lines beside it. A value
-    that runs over several lines belongs to the line of its key.
+    that runs over several lines belongs to the line of its key; a table that is only implied by a
+    longer name stands where it is first named.
     """
     lines: dict[KeyPath, int] = {}
+    implied: dict[KeyPath, int] = {}
     arrays: dict[KeyPath, int] = {}
     table: KeyPath = ()
     depth = 0  # open brackets of a value that spans lines
     quote = ""  # delimiter of a multi-line string we are inside
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not quote and not depth:
-            if header := _HEADER.match(line):
+            if header := _HEADER.match(line.rstrip("\r")):
                 table = _descend(_parts(header[2]), arrays, header[1] == "[[")
-                lines.setdefault(table, number)
+                _place(table, number, lines, implied)
                 continue
             if key := _KEY.match(line):
-                lines.setdefault(table + _parts(key[1]), number)
+                _place(table + _parts(key[1]), number, lines, implied)
                 line = line[key.end() :]
         depth, quote = _still_open(line, depth, quote)
-    return lines
+    return implied | lines
+
+
+def _place(path: KeyPath, number: int, lines: dict[KeyPath, int], implied: dict[KeyPath, int]) -> None:
+    lines.setdefault(path, number)
+    for length in range(1, len(path)):
+        implied.setdefault(path[:length], number)
 
 
 def _parts(dotted: str) -> KeyPath:
-    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
+    """The names of a dotted key, unquoted by the parser itself."""
+    parts: KeyPath = ()
+    values: Any = tomllib.loads(f"{dotted} = 0")
+    while isinstance(values, dict):
+        ((name, values),) = values.items()
+        parts += (name,)
+    return parts
 
 
 def _descend(parts: KeyPath, arrays: dict[KeyPath, int], is_array: bool) -> KeyPath:
@@ -79,24 +95,27 @@ def _descend(parts: KeyPath, arrays: dict[KeyPath, int], is_array: bool) -> KeyP
     path += (parts[-1],)
     if is_array:
         arrays[path] = arrays.get(path, -1) + 1
-    return path + (arrays[path],) if path in arrays else path
+        path += (arrays[path],)
+    return path
 
 
 def _still_open(line: str, depth: int, quote: str) -> tuple[int, str]:
     """Brackets and multi-line string still open after `line`."""
+    position = 0
     while True:
         if quote:
-            before, found, line = line.partition(quote)
-            if not found:
+            end = _CLOSING[quote].match(line, position)
+            if not end:
                 return depth, quote
-            quote = ""
-        opening = _LONG_STRING.search(line)
-        plain = line[: opening.start()] if opening else line
-        plain = _STRING.sub("", plain).split("#")[0]
-        depth += sum(plain.count(c) for c in "[{") - sum(plain.count(c) for c in "]}")
-        if not opening:
+            position, quote = end.end(), ""
+        token = _TOKEN.search(line, position)
+        if not token or token[0].startswith("#"):
             return depth, ""
-        quote, line = opening[0], line[opening.end() :]
+        position = token.end()
+        if token[0] in _CLOSING:
+            quote = token[0]
+        else:
+            depth += (token[0] in "[{") - (token[0] in "]}")
 
 
 def dumps(description: Description) -> str:
