@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from danlu import __version__
+from danlu.cli import data
+from danlu.cli.slurm_task import slurm_ranks, slurm_task
 from danlu.spec import SpecError
 
 app = typer.Typer(
@@ -29,6 +31,13 @@ def _danlu(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")] = False,
 ) -> None:
     pass
+
+
+app.command("slurm-ranks", hidden=True)(slurm_ranks)
+app.command("slurm-task", hidden=True)(slurm_task)
+
+
+app.add_typer(data.app, name="data")
 
 
 def main() -> None:

@@ -1,0 +1,137 @@
+"""`danlu launch --on slurm` against a real slurmctld and four slurmd."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from slurm_lab import NODES, SWITCHES, SlurmLab
+
+from danlu.scheduler import JobStatus, SlurmJob, expand, read_ranks, render
+from danlu.scheduler import slurm as commands
+
+TELL = """\
+import json, os, sys
+from pathlib import Path
+from danlu.cli.slurm_task import current_ranks, task_of
+run = Path(sys.argv[1])
+task = task_of(current_ranks(run, os.environ), os.environ)
+(run / f"task-{task.rank}.json").write_text(task.model_dump_json())
+"""
+"""Stands where the worker would: says which rank the task is."""
+
+
+@pytest.fixture
+def cluster(slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> SlurmLab:
+    """The lab, with this process in the place of a user who is logged in on it."""
+    source = Path(__file__).parents[2] / "src"
+    environment = {**slurm.environment, "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return slurm
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder whose path a careless script would split or expand."""
+    folder = tmp_path / "all runs" / "100% mine"
+    (folder / "logs").mkdir(parents=True)
+    return folder
+
+
+def finished(job: int, seconds: float = 120) -> JobStatus:
+    deadline = time.monotonic() + seconds
+    while not (status := commands.status(job)).over:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.3)
+    return status
+
+
+def telling_script(run: Path, nodes: int, tasks: int, extra: tuple[str, ...] = ()) -> Path:
+    """The real script of a launch, but for what a task does once it knows its rank."""
+    job = SlurmJob(
+        name=run.name,
+        folder=str(run.parent),
+        run=str(run),
+        python=sys.executable,
+        nodes=nodes,
+        tasks_per_node=tasks,
+        extra=extra,
+    )
+    (run / "tell.py").write_text(TELL)
+    text = render(job)
+    assert text.count("-m danlu slurm-task") == 1
+    (run / "job.sbatch").write_text(text.replace("-m danlu slurm-task", f"{str(run)!r}/tell.py"))
+    return run / "job.sbatch"
+
+
+def told(run: Path) -> list[dict[str, object]]:
+    tasks = [json.loads(file.read_text()) for file in run.glob("task-*.json")]
+    return sorted(tasks, key=lambda task: task["rank"])
+
+
+def logs(run: Path) -> str:
+    return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted((run / "logs").iterdir()))
+
+
+def test_ranks_follow_the_topology(cluster: SlurmLab, run: Path) -> None:
+    job = commands.submit(telling_script(run, nodes=4, tasks=2))
+    assert finished(job).state == "COMPLETED", logs(run)
+    tasks = told(run)
+    assert [task["rank"] for task in tasks] == list(range(8))
+    nodes = [str(task["node"]) for task in tasks[::2]]
+    assert sorted(nodes) == list(NODES) and nodes != sorted(nodes)
+    assert {tuple(nodes[:2]), tuple(nodes[2:])} == set(SWITCHES.values()), nodes
+    assert [task["local_rank"] for task in tasks] == [0, 1] * 4
+    ranks = read_ranks(run)
+    assert (ranks.job, ranks.restart, list(ranks.nodes)) == (job, 0, nodes)
+    assert ranks.store.startswith("127.0.0.1:")
+    assert "follow the topology: 2 leaf switches" in logs(run)
+
+
+def test_a_task_knows_the_processors_it_was_given(cluster: SlurmLab, run: Path) -> None:
+    job = commands.submit(telling_script(run, nodes=2, tasks=2, extra=("--cpus-per-task=3",)))
+    assert finished(job).state == "COMPLETED", logs(run)
+    assert [task["threads"] for task in told(run)] == [3] * 4
+
+
+def test_a_requeued_job_writes_its_ranks_anew(cluster: SlurmLab, run: Path) -> None:
+    script = telling_script(run, nodes=2, tasks=1)
+    (run / "tell.py").write_text(
+        TELL + "import time\ntime.sleep(60 * (os.environ.get('SLURM_RESTART_COUNT') is None))\n"
+    )
+    job = commands.submit(script)
+    deadline = time.monotonic() + 60
+    while len(told(run)) < 2:
+        assert time.monotonic() < deadline, logs(run)
+        time.sleep(0.3)
+    first = read_ranks(run)
+    cluster.run("scontrol", "requeue", str(job))
+    status = finished(job)
+    assert (status.state, status.restarts) == ("COMPLETED", 1), logs(run)
+    again = read_ranks(run)
+    assert (first.restart, again.restart, again.job) == (0, 1, job)
+
+
+def test_our_host_lists_are_slurms(cluster: SlurmLab) -> None:
+    for hostlist in ("n[0-3,7],x01", "rack[08-11]", "a,b[1,3-4]", "r[0-1]n[1-2]"):
+        assert list(expand(hostlist)) == cluster.run("scontrol", "show", "hostnames", hostlist).split()
+
+
+def test_a_job_can_be_cancelled(cluster: SlurmLab, run: Path) -> None:
+    script = telling_script(run, nodes=1, tasks=1)
+    (run / "tell.py").write_text(TELL + "import time\ntime.sleep(60)\n")
+    job = commands.submit(script)
+    commands.cancel(job)
+    status = finished(job)
+    assert status.state == "CANCELLED"
+    assert status.outcome != 0
+
+
+def danlu(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "danlu", *arguments], cwd=folder, capture_output=True, text=True, timeout=400
+    )
