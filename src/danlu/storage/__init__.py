@@ -1,0 +1,1 @@
+"""What outlives a process: training data in token shards, and checkpoints."""

@@ -1,0 +1,60 @@
+"""The order of samples as a pure function of seed and index: nothing is stored, nothing is skipped on resume.
+
+Every epoch visits each of `size` samples once, in an order of its own. The order is a Feistel network, which
+is a bijection on a power of four whatever its round function, here keyed by seed and epoch; an output beyond `size`
+is fed in again until it falls inside (cycle walking), which keeps it a bijection on [0, size). So a sample costs
+the same at the start of the run and after 10^15 samples, and the order takes no memory.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+LARGEST = 2**62
+"""Most samples an order can hold: two halves of 31 bits."""
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: splitmix64's step between two states
+# Chosen by a chi-square test over all orders of 3 to 6 samples: 4 rounds fail it, and so do halves of 2 bits.
+_ROUNDS = 8
+_LEAST_HALF = 3
+
+
+def shuffled(indices: Ints, size: int, seed: int) -> Ints:
+    """Sample at each index: in [0, size), and each once in every run of `size` indices that starts at a multiple of it.
+
+    Index i is position i % size of epoch i // size; every epoch and every seed has its own order.
+    """
+    if not 1 <= size <= LARGEST:
+        raise ValueError(f"`size` must be from 1 to 2^62, but is {size} instead")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"`seed` must be from 0 to 2^64 - 1, but is {seed} instead")
+    flat = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if flat.size and flat.min() < 0:
+        raise ValueError(f"`indices` must be 0 or more, but hold {flat.min()}")
+    epoch, position = np.divmod(flat.astype(np.uint64), np.uint64(size))
+    key = _mix(_mix(np.array([seed], dtype=np.uint64)) + epoch)
+    half = max(_LEAST_HALF, ((size - 1).bit_length() + 1) // 2)
+    place = _feistel(position, key, half)
+    while (outside := np.flatnonzero(place >= size)).size:
+        place[outside] = _feistel(place[outside], key[outside], half)
+    return place.astype(np.int64).reshape(np.shape(indices))
+
+
+def _feistel(value: Words, key: Words, half: int) -> Words:
+    """A bijection on [0, 4^half) for every key."""
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = value >> shift, value & mask
+    for turn in range(1, _ROUNDS + 1):
+        turn_key = key + np.uint64(turn * _GOLDEN % 2**64)
+        left, right = right, left ^ (_mix(turn_key + right) >> np.uint64(64 - half))
+    return (left << shift) | right
+
+
+def _mix(value: Words) -> Words:
+    """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit reaches every output bit."""
+    value = value + np.uint64(_GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,144 @@
+"""Text into tokens: plain bytes, or a Hugging Face `tokenizer.json`."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from danlu.spec import SpecError
+from danlu.spec.problem import nearest, problem_at
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HfTokenizer
+
+TokenIds = NDArray[Any]
+"""Token ids in any unsigned dtype that holds the vocabulary."""
+
+BYTES = "bytes"
+
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<｜end▁of▁sentence｜>")
+"""How the tokenizers in use call the end of a text."""
+
+
+class Tokenizer(Protocol):
+    """What a data set needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """What the index records; two tokenizers with one name give the same ids."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Every id is below this."""
+        ...
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends a document."""
+        ...
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of one text, without its end."""
+        ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[TokenIds]:
+        """The ids of several texts, on several cores where the tokenizer can."""
+        ...
+
+
+@dataclass(frozen=True)
+class BytesTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8 and 256 is the end of a text: 257 in all, which a model may round up."""
+
+    name: str = BYTES
+    vocabulary: int = 257
+    end_of_text: int = 256
+
+    def encode(self, text: str) -> TokenIds:
+        """The bytes of a text."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_many(self, texts: Sequence[str]) -> list[TokenIds]:
+        """The bytes of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: TokenIds) -> str:
+        """The text of these ids; bytes cut off in the middle of a character become �, an end shows as <|endoftext|>."""
+        texts = np.split(ids, np.flatnonzero(ids == self.end_of_text))
+        pieces = [
+            piece[piece < self.end_of_text].astype(np.uint8).tobytes().decode(errors="replace") for piece in texts
+        ]
+        return USUAL_ENDS[0].join(pieces)
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`, read with the `tokenizers` package."""
+
+    def __init__(self, path: Path, end_of_text: str | None = None) -> None:
+        self._tokenizer = _read(path)
+        # A file may carry the truncation and padding of the model it was made for, which would cut documents short.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A document that speaks of "<|endoftext|>" must not end there: special tokens in text are plain text.
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        self.vocabulary = max(ids.values()) + 1  # ids may have gaps, so that their number is not enough
+        self.end_of_text = ids[_end_of_text(path, self._tokenizer, list(ids), end_of_text)]
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of one text; no begin or end is added."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[TokenIds]:
+        """The ids of several texts, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
+    """The tokenizer of this name: `bytes`, or the path of a `tokenizer.json`; `end_of_text` names its closing token."""
+    if name != BYTES:
+        return FileTokenizer(Path(name), end_of_text)
+    if end_of_text is not None:
+        message = f'is "{end_of_text}", but the bytes tokenizer has its own end of text (256)'
+        raise SpecError([problem_at(Path(name), 1, "end-of-text", message, "leave it out")])
+    return BytesTokenizer()
+
+
+def _read(path: Path) -> "HfTokenizer":
+    if not path.is_file():
+        inside = path / "tokenizer.json"
+        suggestion = f"did you mean `{inside}`?" if inside.is_file() else f"`{BYTES}`, or the path of a tokenizer.json"
+        raise SpecError([problem_at(path, 1, "tokenizer", "is not a file", suggestion)])
+    try:
+        from tokenizers import Tokenizer as HfTokenizer
+    except ImportError:
+        message = "needs the `tokenizers` package, which is not installed"
+        raise SpecError([problem_at(path, 1, "tokenizer", message, "pip install 'danlu[hf]'")]) from None
+    try:
+        return HfTokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for a file it cannot read
+        raise SpecError([problem_at(path, 1, "tokenizer", f"is not a tokenizer.json: {error}")]) from None
+
+
+def _end_of_text(path: Path, tokenizer: "HfTokenizer", names: list[str], wanted: str | None) -> str:
+    """The name asked for, or the only usual one the vocabulary has; anything else is for the user to decide."""
+    usual = [name for name in USUAL_ENDS if name in names]
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    candidates = list(dict.fromkeys(usual + special))
+    if wanted is not None:
+        if wanted in names:
+            return wanted
+        message = f'"{wanted}" is not in the vocabulary'
+        raise SpecError([problem_at(path, 1, "end-of-text", message, nearest(wanted, candidates))])
+    if len(usual) == 1:
+        return usual[0]
+    message = f"cannot be told: {len(usual)} tokens have a usual name for it"
+    listed = ", ".join(candidates[:20]) or "none is marked special; see the file's vocabulary"
+    raise SpecError([problem_at(path, 1, "end-of-text", message, f"give --end-of-text TOKEN; candidates: {listed}")])
