@@ -1,0 +1,106 @@
+"""Numbers as a person reads them; what is missing is an em dash, never a zero."""
+
+from itertools import pairwise
+from math import floor, isfinite, log10
+
+MISSING = "—"
+
+
+def count(value: float | None) -> str:
+    """`1234567` as `1.23M`."""
+    if value is None or not isfinite(value):
+        return MISSING
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # what rounds up to the next unit is written in it: 999,950 is 1M
+        if abs(value) >= scale * 0.9995:
+            return f"{_three(value / scale)}{unit}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    """Three significant digits, no exponent, no trailing zeros."""
+    if value == 0:
+        return "0"
+    places = max(0, 2 - floor(log10(abs(value))))
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def loss(value: float | None) -> str:
+    """Four digits after the point below 10, three above: what a curve can still tell apart."""
+    if value is None or not isfinite(value):
+        return MISSING
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.3f}"
+
+
+def figure(value: float | None) -> str:
+    """Four significant digits, with an exponent where that is shorter."""
+    return MISSING if value is None or not isfinite(value) else f"{value:.4g}"
+
+
+def rate(value: float | None) -> str:
+    """A learning rate: `0.0003` as `3e-4`."""
+    if value is None or not isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units: `34.1 GiB`."""
+    if value is None:
+        return MISSING
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1024**power:
+            return f"{value / 1024**power:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def flops(value: float | None) -> str:
+    """FLOP/s in decimal units: `2.49 PFLOP/s`."""
+    if value is None:
+        return MISSING
+    for scale, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= scale:
+            return f"{_three(value / scale)} {unit}FLOP/s"
+    return f"{_three(value)} FLOP/s"
+
+
+def percent(share: float | None) -> str:
+    """A share: `41.2 %`; small ones keep a second digit."""
+    if share is None:
+        return MISSING
+    return f"{share:.1%}".replace("%", " %") if share >= 0.1 or share == 0 else f"{share:.2%}".replace("%", " %")
+
+
+def duration(seconds: float | None) -> str:
+    """The two largest units: `3 h 12 min`."""
+    if seconds is None:
+        return MISSING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for scale, unit, below, lesser in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= scale:
+            rest = whole % scale // below
+            return f"{whole // scale} {unit} {rest} {lesser}" if rest else f"{whole // scale} {unit}"
+    return f"{whole} s"
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 12) -> str:
+    """A curve in `width` characters: the mean of every piece, from its lowest to its highest."""
+    finite = [value for value in values if isfinite(value)]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    edges = [round(piece * len(finite) / width) for piece in range(width + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    if span == 0:
+        return _BARS[0] * width
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)

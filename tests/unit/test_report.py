@@ -1,0 +1,542 @@
+"""Runs as people see them: the page, the live line, the tables. Every event file here is written by the test."""
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from danlu.cli import main
+from danlu.report import Live, list_runs, summary, write_page
+from danlu.report.chart import Curve, Marks, decades, draw, smoothed, thin, ticks
+from danlu.report.picture import elided, grid_of, stage_rank
+from danlu.report.story import Story, read_story
+from danlu.report.wording import MISSING, count, duration, flops, loss, percent, rate, size, sparkline
+from danlu.spec import (
+    Chip,
+    Cluster,
+    Degrees,
+    Ended,
+    Event,
+    Level,
+    Model,
+    Moe,
+    Pipeline,
+    Plan,
+    Recipe,
+    RunFolder,
+    Saved,
+    Started,
+    StepReport,
+    Warned,
+    toml,
+)
+from danlu.spec.recipe import Batch, Data
+
+VOID = {"meta", "br"}
+"""Tags that HTML never closes; the pictures close theirs themselves."""
+
+
+def started(time: float = 1000.0, step: int = 0, steps: int = 5, **changes: object) -> Started:
+    values: dict[str, object] = {
+        "time": time,
+        "world": 8,
+        "chip": "test chip",
+        "parameters": 1_500_000,
+        "step": step,
+        "steps": steps,
+        "tokens_per_step": 1000,
+        "flops_per_token": 9e6,
+        "peak": 9e10,
+        "peak_source": "data sheet",
+        "baseline_loss": 4.5,
+    }
+    return Started.model_validate(values | changes)
+
+
+def step(number: int, *, loss: float | None = None, seconds: float = 0.5, **changes: object) -> StepReport:
+    values: dict[str, object] = {
+        "time": 1000.0 + number * seconds,
+        "step": number,
+        "loss": 2 + 4 / number if loss is None else loss,
+        "norm": 1.0,
+        "learning_rate": 3e-4,
+        "tokens": 1000,
+        "seconds": seconds,
+        "memory": 3 * 1024**3,
+    }
+    return StepReport.model_validate(values | changes)
+
+
+def line(event: Event) -> str:
+    return json.dumps(event.model_dump()) + "\n"
+
+
+def append(run: RunFolder, events: Iterable[Event]) -> None:
+    run.path.mkdir(parents=True, exist_ok=True)
+    with run.events.open("a") as file:
+        file.writelines(line(event) for event in events)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run folder with recipe and plan, and nothing that happened yet."""
+    folder = RunFolder(tmp_path / "runs" / "first-run")
+    folder.path.mkdir(parents=True)
+    moe = Moe(experts=8, top_k=2, width=32)
+    model = Model(name="<tiny> & co", vocabulary=256, layers=6, width=64, heads=4, moe=moe)
+    recipe = Recipe(name="first", steps=5, model=model, data=Data(shards="s"), batch=Batch(sequences=10, length=100))
+    folder.recipe.write_text(toml.dumps(recipe))
+    plan = Plan(degrees=Degrees(pp=2, shard=2, tp=2), microbatches=4)
+    folder.plan.write_text(toml.dumps(plan))
+    return folder
+
+
+class Page(HTMLParser):
+    """A page taken apart: whether tags close in order, what refers outside, tiles and curves."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.curves: list[dict[str, str]] = []
+        self.tiles: dict[str, list[str]] = {}
+        self.words: list[str] = []
+        self._tile = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.references += [attributes[name] for name in ("src", "href", "xlink:href", "action") if name in attributes]
+        if tag == "path" and attributes.get("class") in ("raw", "line"):
+            self.curves.append(attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.open[-2:] == ["dl", "dt"]:
+            self._tile = data
+            self.tiles[data] = []
+        elif self.open[-2:] == ["dl", "dd"] and self._tile:
+            self.tiles[self._tile].append(data)
+
+
+def page_of(run: RunFolder) -> Page:
+    text = write_page(run).read_text()
+    assert not re.search(r"https?://|url\(|@import|<link", text), "the page must not refer to anything outside"
+    page = Page(text)
+    assert page.references == []
+    return page
+
+
+def places(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", path)]
+
+
+# ---------------------------------------------------------------------------------------------- page
+
+
+def test_the_page_of_a_short_run_shows_its_figures(run: RunFolder) -> None:
+    append(run, [started(), *(step(number) for number in range(1, 6)), Ended(time=1003.0, step=5, outcome="finished")])
+    page = page_of(run)
+    assert page.tiles["Final loss"] == ["2.8000", "1.70 below unigram 4.50"]
+    assert page.tiles["Tokens a second"][0] == "2k"
+    # 2,000 tokens/s × 9 MFLOP a token = 18 GFLOP/s of 90
+    assert page.tiles["MFU"] == ["20.0 %", "of 90 GFLOP/s, data sheet"]
+    assert page.tiles["Peak memory"] == ["3.0 GiB"]
+    assert page.tiles["Tokens seen"] == ["5k", "0.00333 per parameter"]
+    assert page.tiles["Time"][0] == "3.0 s"
+    assert "finished" in page.words
+    assert "<tiny> & co" in page.words
+
+
+def test_the_loss_curve_lies_where_its_values_are(run: RunFolder) -> None:
+    losses = [6.0, 5.0, 4.0, 3.5, 3.0]
+    append(run, [started(baseline_loss=None), *(step(n, loss=value) for n, value in enumerate(losses, start=1))])
+    curve = places(page_of(run).curves[0]["d"])
+    assert [x for x, _ in curve] == [200, 400, 600, 800, 1000]
+    heights = [y for _, y in curve]
+    share = [(y - heights[0]) / (heights[-1] - heights[0]) for y in heights]
+    assert share == pytest.approx([(6.0 - value) / 3 for value in losses], abs=0.01)
+
+
+def test_a_long_run_stays_light_and_keeps_its_spike(run: RunFolder) -> None:
+    steps = [step(n, loss=40.0 if n == 1234 else 3.0 + 0.1 * (n % 7)) for n in range(1, 20_001)]
+    append(run, [started(steps=20_000), *steps])
+    page = page_of(run)
+    assert run.report.stat().st_size < 500_000
+    curve = places(page.curves[0]["d"])
+    assert len(curve) <= 2002
+    highest = min(curve, key=lambda place: place[1])
+    assert highest[0] == pytest.approx(1234 / 20, abs=0.2)
+    assert page.curves[0]["class"] == "raw"
+    assert page.curves[1]["class"] == "line"
+
+
+def test_two_thousand_steps_answer_the_pointer_at_every_drawn_point(run: RunFolder) -> None:
+    append(run, [started(steps=2000), *(step(n, imbalance=1.5) for n in range(1, 2001))])
+    text = write_page(run).read_text()
+    charts = re.findall(r'<figure class="chart (\w+)">.*?</figure>', text)
+    assert charts == ["loss", "speed", "norm", "rate", "memory", "balance"]
+    for figure in re.findall(r"<figure.*?</figure>", text):
+        answers = json.loads(re.search(r'class="points">(.*?)</script>', figure)[1])  # type: ignore[index]
+        first = re.search(r'class="(?:raw|line)" d="([^"]+)"', figure)
+        assert first
+        assert len(answers) == len(places(first[1]))
+
+
+def test_a_resumed_run_counts_every_step_once_as_it_was_taken_last(run: RunFolder) -> None:
+    append(
+        run, [started(), *(step(n, loss=9.0) for n in (1, 2, 3, 4)), Saved(time=1001, step=2, path="c/2", seconds=1)]
+    )
+    append(run, [Ended(time=1002, step=4, outcome="failed", message="a node is gone")])
+    append(run, [started(time=5000, step=2), step(3, loss=3.0, time=5000.5)])
+    story = read_story(run)
+    assert [(report.step, report.loss) for report in story.steps] == [(1, 9.0), (2, 9.0), (3, 3.0)]
+    assert story.state == "unfinished"
+    assert story.lost_steps == 2
+    assert story.seconds == pytest.approx(2.5)
+    page = page_of(run)
+    assert page.tiles["Loss"][0] == "3.0000"
+    assert page.tiles["Time"] == ["2.5 s", "in 2 starts, 2 steps taken again"]
+    assert "resumed 1 time" in page.words
+    assert "resumed from step 2" in page.words
+    assert "checkpoint at step 2" in page.words
+
+
+def test_mfu_is_reckoned_against_the_peak_of_the_start_a_step_belongs_to() -> None:
+    story = Story()
+    story.add([started(), step(1), started(step=1, peak=4.5e10, world=4), step(2)])
+    assert [story.mfu_of(1), story.mfu_of(2)] == pytest.approx([0.2, 0.4])
+    assert story.mfu == pytest.approx(0.3)
+
+
+def test_an_mfu_above_one_is_called_out(run: RunFolder) -> None:
+    append(run, [started(peak=9e9), step(1)])
+    assert any("MFU is above 100 %" in words for words in page_of(run).words)
+
+
+def test_a_failed_run_says_why_and_its_warnings_are_listed(run: RunFolder) -> None:
+    append(run, [started(), step(1), Warned(time=1001, rank=3, message="<slow> kernel"), step(2)])
+    append(run, [Warned(time=1001, rank=3, message="<slow> kernel")])
+    append(run, [Ended(time=1002, step=2, outcome="failed", message="rank 3: out of memory")])
+    page = page_of(run)
+    assert "Failed at step 2: rank 3: out of memory" in page.words
+    assert "<slow> kernel " in page.words
+    assert "rank 3 · 2 times" in page.words
+
+
+def test_a_skipped_step_is_marked_and_leaves_a_gap(run: RunFolder) -> None:
+    skipped = step(3, loss=math.nan, norm=math.inf, committed=False)
+    append(run, [started(), step(1), step(2), skipped, step(4), step(5, loss=math.nan, committed=False)])
+    page = page_of(run)
+    assert "2 updates skipped" in page.words
+    assert "update skipped at step 3" in page.words
+    assert page.curves[0]["d"].count("M") == 2
+    assert "nan" not in page.curves[0]["d"]
+    assert page.tiles["Loss"][0] == "3.0000"
+
+
+def test_the_page_of_an_empty_run_says_so(run: RunFolder) -> None:
+    page = page_of(run)
+    assert "No step has been reported yet." in page.words
+    assert page.curves == []
+    assert page.tiles["Loss"] == [MISSING]
+
+
+def test_what_cannot_be_read_is_named_on_the_page(run: RunFolder) -> None:
+    append(run, [started(), step(1)])
+    with run.events.open("a") as file:
+        file.write('{"kind": "step", "step": "two"}\n')
+    append(run, [step(2)])
+    run.plan.write_text("[degrees]\nshard = 2\nshart = 3\n")
+    words = "".join(page_of(run).words)
+    assert f"{run.events}:3" in words
+    assert "did you mean `shard`?" in words
+    assert read_story(run).step == 2
+
+
+def test_the_plan_is_drawn(run: RunFolder) -> None:
+    append(run, [started(), step(1)])
+    page = page_of(run)
+    assert [f"rank {rank}" in page.words for rank in range(9)] == [True] * 8 + [False]
+    assert "8 ranks: tp 2 across, shard 2 down." in page.words
+    assert "stage 0: 3 layers, embedding" in page.words
+    assert "stage 1: 3 layers, head" in page.words
+
+
+# ------------------------------------------------------------------------------------------ pictures
+
+
+def cluster(nodes: int = 2, chips: int = 4) -> Cluster:
+    chip = Chip(name="c", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0})
+    node = Level(name="node", fanout=chips, bandwidth=1.0, latency=0.0)
+    return Cluster(name="two", chip=chip, levels=(node, Level(name="net", fanout=nodes, bandwidth=1.0, latency=0.0)))
+
+
+def test_ranks_on_the_mesh_follow_the_mapping() -> None:
+    plain = grid_of(Plan(degrees=Degrees(shard=2, tp=4)), cluster())
+    assert plain.ranks.tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    mapped = Plan(degrees=Degrees(shard=2, tp=4), mapping={"shard": {"node": 2}})
+    assert sorted(grid_of(mapped, cluster()).ranks[0, :, 0]) == [0, 2], "the shards of one matrix share a node"
+
+
+def test_a_large_mesh_is_cut_in_the_middle() -> None:
+    assert elided(4, 4) == [0, 1, 2, 3]
+    assert elided(100, 4) == [0, 1, None, 99]
+
+
+def test_stages_go_round_or_there_and_back() -> None:
+    looped = Plan(degrees=Degrees(pp=3), pipeline=Pipeline(schedule="interleaved", stages_per_rank=2))
+    turned = Plan(degrees=Degrees(pp=3), pipeline=Pipeline(schedule="zbv", stages_per_rank=2))
+    assert [stage_rank(looped, stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [stage_rank(turned, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
+# -------------------------------------------------------------------------------------------- charts
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 2000, 6) == [0, 500, 1000, 1500, 2000]
+    assert ticks(2.31, 2.94, 4) == [2.4, 2.6, 2.8]
+    assert ticks(3, 3, 4) == [3]
+    assert decades(0.3, 9) == [0.5, 1, 2, 5]
+    assert decades(1e-3, 1e3) == [1e-3, 1e-2, 1e-1, 1, 10, 100, 1000]
+
+
+def test_thinning_keeps_the_extremes_of_every_column() -> None:
+    points = [(float(n), math.sin(n * 0.7) + (50 if n == 4321 else -50 if n == 77 else 0)) for n in range(10_000)]
+    thinned = thin(points, 100)
+    assert len(thinned) <= 202
+    assert thinned == sorted(thinned)
+    assert {points[0], points[77], points[4321], points[-1]} <= set(thinned)
+    for column in range(100):
+        group = [point for point in points[1:-1] if int(point[0] / 9999 * 100) == column]
+        assert {min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])} <= set(thinned)
+    assert thin(points[:200], 100) == points[:200]
+
+
+def test_smoothing_takes_the_noise_and_keeps_the_line() -> None:
+    line_points = [(float(n), 2.0 * n) for n in range(1000)]
+    assert [value for _, value in smoothed(line_points)[:900]] == pytest.approx([2.0 * n for n in range(900)])
+    noisy = [(float(n), 1.0 + (-1) ** n) for n in range(1000)]
+    assert all(abs(value - 1) < 0.1 for _, value in smoothed(noisy)[50:])
+
+
+def test_a_value_that_is_no_number_does_not_break_the_scale() -> None:
+    curve = Curve(name="loss", title="L", points=[(1, math.nan), (2, math.inf)], text=loss, log_from=3)
+    assert "nan" not in draw(curve, Marks(), (0, 2), height=100, columns=100)
+
+
+def test_figures_are_written_as_people_read_them() -> None:
+    assert [count(v) for v in (0, 7, 999.96, 1234, 999_960, 1.5e9, None)] == [
+        "0",
+        "7",
+        "1k",
+        "1.23k",
+        "1M",
+        "1.5B",
+        MISSING,
+    ]
+    assert [size(v) for v in (10, 1536, 3 * 1024**3)] == ["10 B", "1.5 KiB", "3.0 GiB"]
+    assert [duration(v) for v in (1.25, 59, 61, 3600, 90_000)] == ["1.2 s", "59 s", "1 min 1 s", "1 h", "1 d 1 h"]
+    assert [percent(v) for v in (0.4123, 0.0123)] == ["41.2 %", "1.23 %"]
+    assert [rate(v) for v in (3e-4, 0, 1.25e-5)] == ["3e-4", "0", "1.25e-5"]
+    assert flops(2.496e15) == "2.5 PFLOP/s"
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
+    assert sparkline([math.nan]) == ""
+
+
+# ---------------------------------------------------------------------------------------------- live
+
+
+def watched(run: RunFolder, *, terminal: bool, clock: list[float]) -> tuple[Live, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
+    return Live(run, console, every=5.0, clock=lambda: clock[0]), output
+
+
+def test_the_live_line_reads_only_what_is_new_and_leaves_half_a_line(run: RunFolder) -> None:
+    live, output = watched(run, terminal=False, clock=[0.0])
+    live.update()
+    assert output.getvalue() == ""
+    append(run, [started()])
+    text = line(step(1))
+    with run.events.open("a") as file:
+        file.write(text[:30])
+        file.flush()
+        live.update()
+        assert live.story.last is None
+        file.write(text[30:])
+    live.update()
+    assert live.story.step == 1
+    assert output.getvalue() == "step 1/5 (20%)  loss 6.0000  2k tokens/s  MFU 20.0 %  3.0 GiB  2.0 s left\n"
+
+
+def test_a_log_gets_the_first_line_the_last_and_few_between(run: RunFolder) -> None:
+    clock = [0.0]
+    live, output = watched(run, terminal=False, clock=clock)
+    append(run, [started(steps=100)])
+    for number in range(1, 101):
+        append(run, [step(number)])
+        live.update()
+        clock[0] += 0.5
+    append(run, [Ended(time=1050, step=100, outcome="finished")])
+    live.close()
+    lines = output.getvalue().splitlines()
+    assert [row.split("/")[0] for row in lines] == [f"step {n}" for n in (1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100)]
+    assert "↓" in lines[-1]
+    assert "left" in lines[-2]
+    assert "left" not in lines[-1]
+    assert all(character.isprintable() for row in lines for character in row)
+
+
+def test_warnings_are_printed_once_and_old_ones_not_again(run: RunFolder) -> None:
+    append(run, [started(), Warned(time=1000, rank=0, message="of the first start")])
+    live, output = watched(run, terminal=False, clock=[0.0])
+    again = Warned(time=1000, rank=2, message="[x] is slow")
+    append(run, [started(), again, again, step(1)])
+    live.update()
+    live.close()
+    assert output.getvalue().count("warning rank 2: [x] is slow\n") == 1
+    assert "of the first start" not in output.getvalue()
+
+
+def test_the_terminal_shows_a_bar_and_a_line(run: RunFolder) -> None:
+    with watched(run, terminal=True, clock=[0.0])[0] as live:
+        output = live._console.file
+        assert isinstance(output, io.StringIO)
+        live.update()
+        assert "waiting for the processes" in output.getvalue()
+        append(run, [started(), step(1), step(2), step(3, loss=9.0), step(4, loss=9.0)])
+        live.update()
+    shown = output.getvalue()
+    assert "4/5 (80%)" in shown
+    assert "0.5 s left" in shown
+    assert "loss 9.0000 ↑  2k tokens/s  MFU 20.0 %  3.0 GiB" in shown
+    assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["danlu", *arguments])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert isinstance(ending.value.code, int)
+    return ending.value.code
+
+
+@pytest.fixture
+def runs(run: RunFolder) -> Path:
+    """A folder of four runs: unfinished, failed, one without events, and a folder that is no run."""
+    append(run, [started(), step(1), step(2)])
+    failed = RunFolder(run.path.parent / "second-run")
+    append(failed, [started(time=2000), step(1), Ended(time=2002, step=1, outcome="failed", message="why")])
+    failed.recipe.write_text(run.recipe.read_text())
+    empty = RunFolder(run.path.parent / "third-run")
+    empty.path.mkdir()
+    empty.recipe.write_text(run.recipe.read_text())
+    (run.path.parent / "notes").mkdir()
+    return run.path.parent
+
+
+def test_runs_are_listed_with_their_state(runs: Path) -> None:
+    listed = list_runs(runs)
+    assert [(summary.name, summary.state) for summary in listed] == [
+        ("second-run", "failed"),
+        ("first-run", "unfinished"),
+        ("third-run", "not started"),
+    ]
+    first = listed[1]
+    assert (first.step, first.steps, first.loss, first.tokens_per_second) == (2, 5, 4.0, 2000.0)
+    assert first.model == "<tiny> & co"
+    assert first.loss_curve == "█▁"
+    assert listed[0].message == "why"
+
+
+def test_the_runs_command_prints_a_table_and_json(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "runs", "--folder", str(runs)) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["run", "state", "model", "step", "loss", "tokens/s", "time", "started"]
+    assert re.search(r"first-run +unfinished, last event .* ago +<tiny> & co +2/5 +4\.0000 █▁ +2k +1\.0 s", rows[2])
+    assert command(monkeypatch, "runs", "--folder", str(runs), "--json") == 0
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["second-run", "first-run", "third-run"]
+
+
+def test_a_folder_without_runs_and_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "runs", "--folder", str(tmp_path)) == 0
+    assert "There are no runs" in capsys.readouterr().out
+    assert command(monkeypatch, "runs", "--folder", str(tmp_path / "nowhere")) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_show_writes_the_page_and_says_why_it_is_not_opened(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "show", "first-run", "--folder", str(runs)) == 0
+    shown = capsys.readouterr().out
+    page = runs / "first-run" / "report.html"
+    assert page.exists()
+    assert "2 of 5" in shown
+    assert "not opened, because the output is not a terminal" in shown
+    assert command(monkeypatch, "show", str(runs / "second-run"), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["page"]) == ("failed", str(runs / "second-run" / "report.html"))
+
+
+@pytest.mark.parametrize(("display", "expected"), [(":0", True), ("", False)])
+def test_show_opens_the_page_where_there_is_a_display(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], display: str, expected: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for name in ("WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.setattr("webbrowser.get", lambda: None)
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    assert command(monkeypatch, "show", "first-run", "--folder", str(runs)) == 0
+    page = (runs / "first-run" / "report.html").resolve().as_uri()
+    assert opened == ([page] if expected else [])
+    assert ("there is no display" in capsys.readouterr().out) is not expected
+
+
+def test_a_wrong_name_is_answered_with_the_nearest(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "show", "frist-run", "--folder", str(runs)) == 2
+    error = capsys.readouterr().err
+    assert '"frist-run" is not a run' in error
+    assert "did you mean `first-run`?" in error
+
+
+def test_the_summary_names_the_page_and_what_the_loss_means(run: RunFolder) -> None:
+    append(run, [started(), *(step(n) for n in range(1, 6)), Ended(time=1003, step=5, outcome="finished")])
+    write_page(run)
+    output = io.StringIO()
+    Console(file=output, width=200).print(summary(run))
+    shown = output.getvalue()
+    assert "2.8000, 1.70 below a unigram model (4.50)" in shown
+    assert "20.0 % of 90 GFLOP/s, data sheet" in shown
+    assert str(run.report) in shown
