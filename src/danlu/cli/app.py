@@ -7,6 +7,8 @@ import typer
 
 from danlu import __version__
 from danlu.cli import data
+from danlu.cli.runs import runs
+from danlu.cli.show import show
 from danlu.cli.slurm_task import slurm_ranks, slurm_task
 from danlu.spec import SpecError
 
@@ -38,6 +40,9 @@ app.command("slurm-task", hidden=True)(slurm_task)
 
 
 app.add_typer(data.app, name="data")
+
+app.command()(runs)
+app.command()(show)
 
 
 def main() -> None:
