@@ -72,7 +72,7 @@ class Cluster(Description):
     def _consistent(self) -> Self:
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
-            raise ValueError(f"`levels` must have distinct names, but are {', '.join(names)} instead")
+            raise ValueError(f"`levels` must have distinct names, but are {', '.join(names)} instead\nrename one")
         return self
 
     @property

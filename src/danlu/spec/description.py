@@ -54,30 +54,36 @@ def _expected(unit: str, name: str) -> str:
     return f'a number or a text such as "{_SAMPLE[unit]}"{bits}'
 
 
-def _in_schema(number: str, unit: str) -> WithJsonSchema:
+def _in_schema(number: dict[str, Any], unit: str) -> WithJsonSchema:
     """In a file a quantity is a number or a text with its unit."""
     units = "|".join(sorted(_scales(unit)))
     text = {"type": "string", "pattern": rf"^\s*[0-9.eE+-]+ +({units})\s*$", "examples": [_SAMPLE[unit]]}
-    return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text]}, mode="validation")
+    return WithJsonSchema({"anyOf": [number, text]}, mode="validation")
 
 
-Bytes = Annotated[int, BeforeValidator(lambda v: _amount(v, "B", int)), Field(ge=0), _in_schema("integer", "B")]
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+Bytes = Annotated[
+    int,
+    BeforeValidator(lambda v: _amount(v, "B", int)),
+    Field(ge=0),
+    _in_schema({"type": "integer", "minimum": 0}, "B"),
+]
 Bandwidth = Annotated[
     float,
     BeforeValidator(lambda v: _amount(v, "B/s", float)),
     Field(gt=0, allow_inf_nan=False),
-    _in_schema("number", "B/s"),
+    _in_schema(_POSITIVE, "B/s"),
 ]
 Flops = Annotated[
     float,
     BeforeValidator(lambda v: _amount(v, "FLOP/s", float)),
     Field(gt=0, allow_inf_nan=False),
-    _in_schema("number", "FLOP/s"),
+    _in_schema(_POSITIVE, "FLOP/s"),
 ]
 Seconds = Annotated[
     float,
     BeforeValidator(lambda v: _amount(v, "s", float)),
     Field(ge=0, allow_inf_nan=False),
-    _in_schema("number", "s"),
+    _in_schema({"type": "number", "minimum": 0}, "s"),
 ]
 Count = Annotated[int, Field(ge=1)]

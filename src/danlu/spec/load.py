@@ -16,7 +16,7 @@ from danlu.spec.cluster import Cluster
 from danlu.spec.description import Description
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
-from danlu.spec.problem import Problem, SpecError, dotted, nearest, problem_at, shown
+from danlu.spec.problem import Problem, SpecError, dotted, meant, nearest, problem_at, shown
 from danlu.spec.recipe import Recipe
 
 D = TypeVar("D", bound=Description)
@@ -94,7 +94,7 @@ def _read(path: Path, kind: type[D]) -> Sourced[D]:
         details = error.errors(include_url=False)
         if problems:  # without its base a model table lacks fields that are not the user's fault
             details = [d for d in details if d["loc"][:1] != ("model",) or d["type"] == "extra_forbidden"]
-        problems += [_problem(document, kind, detail) for detail in details]
+        problems += [_problem(document, kind, detail) for detail in _without_echoes(kind, details)]
     if problems:
         raise SpecError(sorted(problems, key=lambda problem: problem.line))
     return Sourced(description, document)
@@ -109,8 +109,12 @@ def read_document(path: Path) -> toml.Document:
         hint = nearest(path.name, beside) if beside else ""
         raise SpecError([problem_at(path, 1, "file", "does not exist", hint)]) from None
     except tomllib.TOMLDecodeError as error:
-        message, _, place = str(error).partition(" (at line ")
-        line = int(place.split(",")[0]) if place[:1].isdigit() else path.read_text(encoding="utf-8").count("\n") + 1
+        message, _, place = str(error).partition(" (at ")
+        line = (
+            int(place.split(",")[0][5:])
+            if place.startswith("line ")
+            else path.read_text(encoding="utf-8").count("\n") + 1
+        )
         raise SpecError([problem_at(path, line, "syntax", f"is not TOML: {message}")]) from None
     except UnicodeDecodeError as error:
         raise SpecError([problem_at(path, 1, "file", f"is not text in UTF-8: {error.reason}")]) from None
@@ -136,6 +140,13 @@ def _with_base(document: toml.Document) -> tuple[dict[str, Any], list[Problem]]:
     return document.values | {"model": known | own}, []
 
 
+def _without_echoes(kind: type[Description], details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out that a setting is missing where a misspelt one is taken for it: it is one mistake."""
+    misspelt = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    found = {(*loc[:-1], meant(str(loc[-1]), _fields_at(kind, loc[:-1]))) for loc in misspelt}
+    return [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in found]
+
+
 def _problem(document: toml.Document, kind: type[Description], detail: ErrorDetails) -> Problem:
     """One pydantic error in our words: value, expectation, nearest name."""
     loc = tuple(part for part in detail["loc"] if part != "[key]")
@@ -151,8 +162,10 @@ def _problem(document: toml.Document, kind: type[Description], detail: ErrorDeta
         message = f"is {shown(value)}, but must be one of {', '.join(valid)}"
         suggestion = nearest(str(value), valid)
     elif detail["type"] == "value_error":
-        # A validator over a whole table names the field it blames first: "`heads` must be …".
-        blamed, expected = _blamed(str(detail["ctx"]["error"]))
+        # A validator over a whole table names the field it blames first: "`heads` must be …", and may add a line with a
+        # suggestion.
+        text, _, suggestion = str(detail["ctx"]["error"]).partition("\n")
+        blamed, expected = _blamed(text)
         loc += blamed
         message = expected if blamed else _but(value, expected)
     else:
@@ -161,7 +174,7 @@ def _problem(document: toml.Document, kind: type[Description], detail: ErrorDeta
 
 
 def _blamed(text: str) -> tuple[tuple[str, ...], str]:
-    found = re.match(r"`([\w.]+)` (must .*)", text, re.DOTALL)
+    found = re.match(r"`([\w.]+)` (must .*)", text)
     return (tuple(found[1].split(".")), found[2]) if found else ((), text)
 
 

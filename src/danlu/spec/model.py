@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from danlu.spec.description import Count, Description
+from danlu.spec.numbers import closest_divisor, closest_multiple
 
 
 class Moe(Description):
@@ -29,7 +30,10 @@ class Moe(Description):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_k > self.experts:
-            raise ValueError(f"`top_k` must be at most `experts` ({self.experts}), but is {self.top_k} instead")
+            raise ValueError(
+                f"`top_k` must be at most `experts` ({self.experts}), but is {self.top_k} instead\n"
+                f"top_k = {self.experts}, or more experts"
+            )
         return self
 
 
@@ -65,16 +69,25 @@ class Model(Description):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.heads % self.key_value_heads:
+            valid = closest_divisor(self.key_value_heads, self.heads)
             raise ValueError(
-                f"`heads` must be a multiple of `kv_heads` ({self.key_value_heads}), but is {self.heads} instead"
+                f"`kv_heads` must divide `heads` ({self.heads}), but is {self.kv_heads} instead\nkv_heads = {valid}"
             )
         if self.head_width is None and self.width % self.heads:
-            raise ValueError(f"`width` must be a multiple of `heads` ({self.heads}), but is {self.width} instead")
+            valid = closest_multiple(self.width, self.heads)
+            raise ValueError(
+                f"`width` must be a multiple of `heads` ({self.heads}), but is {self.width} instead\n"
+                f"width = {valid}, or set `head_width`"
+            )
         if self.position == "rope" and self.head % 2:
-            raise ValueError(f"`head_width` must be even for rotary positions, but is {self.head} instead")
+            raise ValueError(
+                f"`head_width` must be even for rotary positions, but is {self.head} instead\n"
+                f"head_width = {self.head + 1}"
+            )
         if self.moe and self.moe.dense_layers > self.layers:
             raise ValueError(
-                f"`moe.dense_layers` must be at most `layers` ({self.layers}), but is {self.moe.dense_layers} instead"
+                f"`moe.dense_layers` must be at most `layers` ({self.layers}), but is {self.moe.dense_layers} instead\n"
+                f"dense_layers = {self.layers - 1}, or leave out [model.moe]"
             )
         return self
 

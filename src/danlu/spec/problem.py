@@ -32,10 +32,43 @@ class SpecError(Exception):
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
+_ELSEWHERE = {
+    "bfloat16": "bf16",
+    "context_length": "sequence",
+    "dp": "shard",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "fsdp": "shard",
+    "global_batch_size": "sequences",
+    "half": "fp16",
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "lr": "learning_rate",
+    "max_position_embeddings": "sequence",
+    "max_steps": "steps",
+    "num_attention_heads": "heads",
+    "num_experts": "experts",
+    "num_hidden_layers": "layers",
+    "num_key_value_heads": "kv_heads",
+    "seq_len": "length",
+    "seq_length": "length",
+    "vocab_size": "vocabulary",
+}
+"""What other systems call it."""
+
+
+def meant(name: str, valid: list[str]) -> str | None:
+    """The valid name that `name` is another word for, or is closest to; None if none is close."""
+    if _ELSEWHERE.get(name) in valid:
+        return _ELSEWHERE[name]
+    return next(iter(get_close_matches(name, valid, n=1, cutoff=0.5)), None)
+
+
 def nearest(name: str, valid: list[str]) -> str:
     """A suggestion that names the valid name closest to `name`, or all of them if few and none is close."""
-    if close := get_close_matches(name, valid, n=1, cutoff=0.5):
-        return f"did you mean `{close[0]}`?"
+    if close := meant(name, valid):
+        return f"did you mean `{close}`?"
     return f"one of: {', '.join(sorted(valid))}" if len(valid) <= 20 else ""
 
 

@@ -1,0 +1,22 @@
+"""What one setting asks of another, a small function a rule, grouped by the files it must see."""
+
+from danlu.spec.rules.batch import BATCH_RULES
+from danlu.spec.rules.network import CHIP_RULES, NETWORK_RULES, PLACE_RULES, mapping_needs_cluster
+from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
+from danlu.spec.rules.recipe import RECIPE_RULES, precision_names
+from danlu.spec.rules.shape import SHAPE_RULES
+
+PLAN_RULES = (*STAGE_RULES, *PLACE_RULES)
+"""Rules inside a plan."""
+LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *BATCH_RULES)
+"""Rules between a recipe and a plan."""
+
+__all__ = [
+    "CHIP_RULES",
+    "LAYOUT_RULES",
+    "NETWORK_RULES",
+    "PLAN_RULES",
+    "RECIPE_RULES",
+    "mapping_needs_cluster",
+    "precision_names",
+]

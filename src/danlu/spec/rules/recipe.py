@@ -1,0 +1,110 @@
+"""Rules inside a recipe."""
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+
+from danlu.spec.load import Sourced
+from danlu.spec.model import Model
+from danlu.spec.problem import Problem, nearest
+from danlu.spec.recipe import Recipe
+
+RecipeRule = Callable[[Sourced[Recipe]], Iterator[Problem]]
+
+
+def precision_names(model: Model) -> list[str]:
+    """Names of the modules that a pattern under `precision.layers` may match."""
+    blocks = [f"blocks.{layer}" for layer in range(model.layers)]
+    experts = [f"blocks.{layer}.mlp.experts" for layer in range(model.layers) if model.is_moe_layer(layer)]
+    return ["embed", *blocks, *experts, "head"]
+
+
+def positions_reach(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+    """A learned position table has a row for every position of a sequence."""
+    model, length = recipe.value.model, recipe.value.batch.length
+    if model.position == "learned" and length > model.sequence:
+        yield recipe.problem(
+            "batch.length",
+            f"is {length}, but the model's learned positions end at `model.sequence` ({model.sequence})",
+            f"length = {model.sequence}, or `sequence = {length}` under [model]",
+        )
+
+
+def warmup_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+    """Warm-up ends within the run."""
+    warmup, steps = recipe.value.schedule.warmup, recipe.value.steps
+    if warmup > steps:
+        yield recipe.problem(
+            "schedule.warmup",
+            f"is {warmup}, but the run has only {steps} steps",
+            f"warmup = {max(1, steps // 10)}, a tenth of the run",
+        )
+
+
+def decay_is_read(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+    """Steps of decay mean something to `wsd` alone."""
+    schedule = recipe.value.schedule
+    if schedule.decay is not None and schedule.kind != "wsd":
+        yield recipe.problem(
+            "schedule.decay",
+            f'is {schedule.decay}, but a schedule of kind "{schedule.kind}" has none of its own and would ignore it',
+            'remove it, or set `kind = "wsd"`',
+        )
+
+
+def decay_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+    """Warm-up and decay do not overlap."""
+    schedule, steps = recipe.value.schedule, recipe.value.steps
+    if schedule.kind != "wsd" or schedule.decay is None or schedule.warmup > steps:
+        return
+    if schedule.warmup + schedule.decay > steps:
+        yield recipe.problem(
+            "schedule.decay",
+            f"is {schedule.decay}, which with a warm-up of {schedule.warmup} is longer than the run of {steps} steps",
+            f"decay = {steps - schedule.warmup} at most",
+        )
+
+
+def patterns_match(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+    """Every pattern of `precision.layers` matches a module."""
+    names = precision_names(recipe.value.model)
+    for index, group in enumerate(recipe.value.precision.layers):
+        if not any(fnmatchcase(name, group.match) for name in names):
+            yield recipe.problem(
+                f"precision.layers[{index}].match",
+                f'is "{group.match}", which matches no module',
+                _other_pattern(group.match, recipe.value.model),
+            )
+
+
+def _other_pattern(pattern: str, model: Model) -> str:
+    names, last = precision_names(model), model.layers - 1
+    if "experts" in pattern and not any("experts" in name for name in names):
+        return f'the model "{model.name}" has no expert layers'
+    hint = nearest(pattern, names)
+    return f"{hint} (blocks go from 0 to {last})" if hint else f"modules: embed, blocks.0 to blocks.{last}, head"
+
+
+def no_half_without_scaling(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+    """fp16 wants a scaled loss, which there is not."""
+    precision = recipe.value.precision
+    settings = [("precision.compute", precision.compute), ("precision.reduce", precision.reduce)]
+    for index, group in enumerate(precision.layers):
+        where = f"precision.layers[{index}]"
+        settings += [(f"{where}.compute", group.compute), (f"{where}.reduce", group.reduce)]
+    for key, dtype in settings:
+        if dtype == "fp16":
+            yield recipe.problem(
+                key,
+                'is "fp16", but the loss is not scaled, so that small gradients would become 0 in fp16',
+                f'{key.rpartition(".")[2]} = "bf16", which has the range of fp32',
+            )
+
+
+RECIPE_RULES: tuple[RecipeRule, ...] = (
+    positions_reach,
+    warmup_fits,
+    decay_is_read,
+    decay_fits,
+    patterns_match,
+    no_half_without_scaling,
+)

@@ -1,0 +1,116 @@
+"""Rules between the shape of a model and the degrees that divide it."""
+
+from collections.abc import Callable, Iterator
+from math import gcd
+
+from danlu.spec.load import Sourced
+from danlu.spec.model import Model
+from danlu.spec.numbers import closest_divisor, closest_multiple
+from danlu.spec.plan import Plan
+from danlu.spec.problem import Problem
+from danlu.spec.recipe import Recipe
+
+LayoutRule = Callable[[Sourced[Recipe], Sourced[Plan]], Iterator[Problem]]
+
+
+def _tensor_widths(model: Model) -> dict[str, int]:
+    """What tensor parallelism cuts, beside the vocabulary: heads, and the networks every token passes."""
+    widths = {"model.kv_heads" if model.kv_heads else "model.heads": model.key_value_heads}
+    if not model.is_moe_layer(0):
+        widths["model.mlp_width"] = model.mlp
+    if model.moe and model.moe.shared and model.is_moe_layer(model.layers - 1):
+        widths["model.moe.shared × model.moe.width"] = model.moe.shared * model.moe.width
+    return widths
+
+
+def widths_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+    """Heads and feed-forward widths divide over `tp`; routed experts are not cut."""
+    tp, widths = plan.value.degrees.tp, _tensor_widths(recipe.value.model)
+    wrong = [f"`{name}` ({width})" for name, width in widths.items() if width % tp]
+    if wrong:
+        valid = closest_divisor(tp, gcd(*widths.values()))
+        yield plan.problem("degrees.tp", f"is {tp}, but must divide {' and '.join(wrong)}", f"tp = {valid}")
+
+
+def vocabulary_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+    """The embedding and the head are cut by rows of the vocabulary."""
+    tp, vocabulary = plan.value.degrees.tp, recipe.value.model.vocabulary
+    if vocabulary % tp:
+        padded = -(-vocabulary // tp) * tp  # never fewer: the tokeniser's last tokens would have no row
+        yield recipe.problem(
+            "model.vocabulary",
+            f"is {vocabulary}, but must be a multiple of `degrees.tp` ({tp})",
+            f"vocabulary = {padded}; the rows added are never looked up",
+        )
+
+
+def length_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+    """Ranks of `cp` share a sequence, and those of `tp` share it once more between the matrices."""
+    degrees, length = plan.value.degrees, recipe.value.batch.length
+    parts = degrees.cp * degrees.tp
+    if length % parts:
+        yield recipe.problem(
+            "batch.length",
+            f"is {length}, but must be a multiple of `cp` × `tp` ({degrees.cp} × {degrees.tp} = {parts})",
+            f"length = {closest_multiple(length, parts)}",
+        )
+
+
+def _exchangeable(heads: int, kv_heads: int, cp: int) -> bool:
+    """Whether `cp` ranks can exchange heads against positions; too few key-value heads are repeated."""
+    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+
+
+def heads_exchange(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+    """Attention under context parallelism exchanges heads against positions."""
+    model, cp, tp = recipe.value.model, plan.value.degrees.cp, plan.value.degrees.tp
+    if model.key_value_heads % tp:
+        return  # `widths_divide` speaks of it
+    heads, kv_heads = model.heads // tp, model.key_value_heads // tp
+    if not _exchangeable(heads, kv_heads, cp):
+        valid = closest_divisor(cp, heads, also=lambda ranks: _exchangeable(heads, kv_heads, ranks))
+        yield plan.problem(
+            "degrees.cp",
+            f"is {cp}, but must divide the {heads} heads of a rank, and divide or be a multiple of its {kv_heads} "
+            f"key-value heads (`heads` / `tp` and `kv_heads` / `tp`)",
+            f"cp = {valid}",
+        )
+
+
+def experts_exist(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+    """Expert parallelism needs experts."""
+    ep = plan.value.degrees.ep
+    if ep > 1 and not _has_experts(recipe.value.model):
+        yield plan.problem(
+            "degrees.ep",
+            f'is {ep}, but the model "{recipe.value.model.name}" has no expert layers',
+            "ep = 1, or give the model a table [model.moe]",
+        )
+
+
+def experts_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+    """Every rank of `ep` holds as many experts, and `ep` folds the ranks of `shard` × `cp` × `tp`."""
+    degrees, model = plan.value.degrees, recipe.value.model
+    if model.moe is None or not _has_experts(model):
+        return
+    ranks = degrees.shard * degrees.cp * degrees.tp
+    wrong = [f"`model.moe.experts` ({model.moe.experts})"] if model.moe.experts % degrees.ep else []
+    if ranks % degrees.ep:
+        wrong.append(f"`shard` × `cp` × `tp` ({degrees.shard} × {degrees.cp} × {degrees.tp} = {ranks})")
+    if wrong:
+        valid = closest_divisor(degrees.ep, gcd(model.moe.experts, ranks))
+        yield plan.problem("degrees.ep", f"is {degrees.ep}, but must divide {' and '.join(wrong)}", f"ep = {valid}")
+
+
+def _has_experts(model: Model) -> bool:
+    return model.is_moe_layer(model.layers - 1)
+
+
+SHAPE_RULES: tuple[LayoutRule, ...] = (
+    widths_divide,
+    vocabulary_divides,
+    length_divides,
+    heads_exchange,
+    experts_exist,
+    experts_divide,
+)

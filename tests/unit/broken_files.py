@@ -1,0 +1,201 @@
+"""Recipes, plans and clusters that each hold one mistake a person makes, as changes to files that are right."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RECIPE = """\
+name = "tiny"
+steps = 100
+
+[model]
+vocabulary = 256
+layers = 4
+width = 64
+heads = 8
+kv_heads = 4
+mlp_width = 128
+sequence = 128
+
+[data]
+shards = "shards"
+
+[batch]
+sequences = 16
+length = 64
+
+[schedule]
+warmup = 10
+
+[precision]
+compute = "bf16"
+"""
+
+EXPERTS = RECIPE.replace("[data]", "[model.moe]\nexperts = 8\ntop_k = 2\nwidth = 32\nshared = 1\n\n[data]")
+
+CLUSTER = """\
+name = "small"
+
+[chip]
+name = "chip"
+kind = "cpu"
+memory = "4 GB"
+memory_bandwidth = "10 GB/s"
+peak = {fp32 = "1 TFLOP/s", bf16 = "2 TFLOP/s"}
+
+[[levels]]
+name = "node"
+fanout = 4
+bandwidth = "10 GB/s"
+latency = "5 us"
+
+[[levels]]
+name = "fabric"
+fanout = 6
+bandwidth = "1 GB/s"
+latency = "20 us"
+"""
+
+PLAN = "[degrees]\nshard = 2\n"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The texts of one case; a file that is left out is not given to the command."""
+
+    recipe: str = RECIPE
+    plan: str | None = None
+    cluster: str | None = None
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the files, and return the arguments that name them."""
+        arguments = ["recipe.toml"]
+        (folder / "recipe.toml").write_text(self.recipe, encoding="utf-8")
+        for name, text in (("plan", self.plan), ("cluster", self.cluster)):
+            if text is not None:
+                (folder / f"{name}.toml").write_text(text, encoding="utf-8")
+                arguments += [f"--{name}", f"{name}.toml"]
+        return arguments
+
+
+def _recipe(old: str, new: str, text: str = RECIPE) -> Files:
+    assert text.count(old) == 1, f"{old!r} must stand once in the recipe"
+    return Files(text.replace(old, new))
+
+
+def _cluster(old: str, new: str) -> Files:
+    assert CLUSTER.count(old) == 1, f"{old!r} must stand once in the cluster"
+    return Files(cluster=CLUSTER.replace(old, new))
+
+
+def _plan(degrees: str, rest: str = "", recipe: str = RECIPE, cluster: str | None = None) -> Files:
+    return Files(recipe, f"{rest}\n[degrees]\n{degrees}\n".lstrip(), cluster)
+
+
+def _mapped(degrees: str, mapping: str, recipe: str = RECIPE) -> Files:
+    return Files(recipe, f"[degrees]\n{degrees}\n\n[mapping]\n{mapping}\n", CLUSTER)
+
+
+READING = {
+    "syntax": _recipe("steps = 100", "steps = = 100"),
+    "unterminated": _recipe('compute = "bf16"\n', 'compute = "bf16'),
+    "unknown-key": _recipe("warmup = 10", "warmpu = 10"),
+    "unknown-key-of-model": _recipe("vocabulary = 256", "vocabulary = 256\nbsae = 'x'"),
+    "unknown-table": _recipe("[precision]", "[percision]"),
+    "missing-key": _recipe("sequences = 16\n", ""),
+    "missing-table": _recipe('[data]\nshards = "shards"\n', ""),
+    "wrong-type": _recipe("layers = 4", 'layers = "4"'),
+    "not-positive": _recipe("heads = 8\n", "heads = 0\n"),
+    "unknown-choice": _recipe('"bf16"', '"bfloat16"'),
+    "unknown-base": _recipe("vocabulary = 256", 'base = "lama3-8b"\nvocabularly = 256'),
+    "base-is-not-a-name": _recipe("vocabulary = 256", "base = ['llama3-8b']"),
+    "several": Files(RECIPE.replace("steps = 100", "step = 100").replace("length = 64", "length = 6.4")),
+    "heads-of-groups": _recipe("kv_heads = 4", "kv_heads = 3"),
+    "width-of-heads": _recipe("width = 64", "width = 60"),
+    "odd-head": _recipe("width = 64", "width = 72"),
+    "too-many-chosen": _recipe("top_k = 2", "top_k = 9", EXPERTS),
+    "too-many-dense-layers": _recipe("shared = 1", "shared = 1\ndense_layers = 5", EXPERTS),
+    "word-of-another-system": _recipe("vocabulary = 256", "vocab_size = 256"),
+    "unknown-axis": Files(plan="[degrees]\ndp = 2\n"),
+    "unknown-mapped-axis": Files(plan=PLAN + "[mapping]\ntpp = {node = 2}\n", cluster=CLUSTER),
+    "bad-unit": _cluster('"4 GB"', '"4 gigs"'),
+    "bits": _cluster('"1 GB/s"', '"8 Gb/s"'),
+    "infinite": _cluster('"1 GB/s"', '"inf GB/s"'),
+    "missing-latency": _cluster('latency = "20 us"\n', ""),
+    "no-levels": Files(cluster=CLUSTER[: CLUSTER.index("[[levels]]")]),
+    "same-level-twice": _cluster('"fabric"', '"node"'),
+    "unknown-peak": _cluster("fp32 =", "float32 ="),
+    "all-files": Files(RECIPE.replace("steps", "stesp"), "[degrees]\ntp = 0\n", CLUSTER.replace("fanout = 6\n", "")),
+    "one-file-unreadable": Files(RECIPE.replace("warmup = 10", "warmup = 200"), "[degrees\n", CLUSTER),
+}
+
+CONTRADICTIONS = {
+    "kv-heads-by-tp": _plan("tp = 8"),
+    "heads-by-tp": _plan("tp = 3", recipe=RECIPE.replace("kv_heads = 4\n", "").replace("= 256", "= 258")),
+    "mlp-by-tp": _plan("tp = 4", recipe=RECIPE.replace("mlp_width = 128", "mlp_width = 126")),
+    "shared-by-tp": _plan("tp = 4", recipe=EXPERTS.replace("width = 32", "width = 30")),
+    "vocabulary-by-tp": _plan("tp = 4", recipe=RECIPE.replace("= 256", "= 255")),
+    "vocabulary-of-base": _plan(
+        "tp = 8",
+        recipe='name = "x"\nsteps = 1\nmodel = {base = "gpt3-175b", vocabulary = 50257}\n'
+        '[data]\nshards = "x"\n[batch]\nsequences = 1\nlength = 2048\n',
+    ),
+    "length-by-cp-and-tp": _plan("cp = 2\ntp = 4", recipe=RECIPE.replace("length = 64", "length = 60")),
+    "heads-by-cp": _plan("cp = 3", recipe=RECIPE.replace("length = 64", "length = 66")),
+    "kv-heads-by-cp": _plan(
+        "cp = 4",
+        recipe=RECIPE.replace("kv_heads = 4", "kv_heads = 6").replace("heads = 8\n", "heads = 12\nhead_width = 8\n"),
+    ),
+    "sequences-by-data": _plan("replicate = 2\nshard = 3"),
+    "microbatches": _plan("shard = 2", "microbatches = 3"),
+    "too-few-layers": _plan("pp = 8", "microbatches = 8"),
+    "stages-without-layers": _plan(
+        "pp = 4", 'microbatches = 4\npipeline = {schedule = "interleaved", stages_per_rank = 2}'
+    ),
+    "pipeline-layers-entries": _plan("pp = 2", "microbatches = 2\npipeline.layers = [1, 2, 1]"),
+    "pipeline-layers-sum": _plan("pp = 2", "microbatches = 2\npipeline.layers = [3, 2]"),
+    "pipeline-layers-empty": _plan("pp = 2", "microbatches = 2\npipeline.layers = [0, 4]"),
+    "looped-with-one-stage": _plan("pp = 2", 'microbatches = 2\npipeline.schedule = "interleaved"'),
+    "zbv-with-three-stages": _plan(
+        "pp = 2",
+        'microbatches = 4\npipeline = {schedule = "zbv", stages_per_rank = 3}',
+        RECIPE.replace("layers = 4", "layers = 6"),
+    ),
+    "plain-with-two-stages": _plan("pp = 2", "microbatches = 2\npipeline.stages_per_rank = 2"),
+    "pipeline-ignored": _plan("shard = 2", 'pipeline = {schedule = "zbv", stages_per_rank = 2, layers = [2, 2]}'),
+    "pipeline-starved": _plan("pp = 4", "microbatches = 2"),
+    "interleaved-rounds": _plan(
+        "pp = 2\nshard = 2",
+        'microbatches = 5\npipeline = {schedule = "interleaved", stages_per_rank = 2}',
+        RECIPE.replace("sequences = 16", "sequences = 20"),
+    ),
+    "zbv-starved": _plan("pp = 2", 'microbatches = 2\npipeline = {schedule = "zbv", stages_per_rank = 2}'),
+    "batch-too-small-for-pipeline": _plan("pp = 4\nshard = 8", "microbatches = 2"),
+    "tied-over-stages": _plan("pp = 2", "microbatches = 2", RECIPE.replace("[data]", "tied = true\n\n[data]", 1)),
+    "experts-by-ep": _plan("shard = 16\nep = 16", recipe=EXPERTS),
+    "ranks-by-ep": _plan("shard = 2\nep = 4", recipe=EXPERTS),
+    "no-experts": _plan("shard = 2\nep = 2"),
+    "positions-end": Files(RECIPE.replace("sequence = 128", 'sequence = 32\nposition = "learned"')),
+    "warmup-too-long": _recipe("warmup = 10", "warmup = 101"),
+    "decay-ignored": _recipe("warmup = 10", "decay = 10"),
+    "decay-too-long": _recipe("warmup = 10", 'kind = "wsd"\nwarmup = 60\ndecay = 50'),
+    "pattern-matches-nothing": _recipe(
+        '"bf16"\n', '"bf16"\n\n[[precision.layers]]\nmatch = "blocks.4"\ncompute = "fp32"\n'
+    ),
+    "pattern-of-experts": _recipe(
+        '"bf16"\n', '"bf16"\nlayers = [{match = "blocks.*.mlp.experts", compute = "fp32"}]\n'
+    ),
+    "fp16": _recipe('"bf16"', '"fp16"'),
+    "fp16-of-a-layer": _recipe('"bf16"\n', '"bf16"\n\n[[precision.layers]]\nmatch = "head"\ncompute = "fp16"\n'),
+    "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),
+    "uneven-ranks": _plan("shard = 16", cluster=CLUSTER),
+    "unknown-level": _mapped("tp = 2", "tp = {nod = 2}"),
+    "mapping-product": _mapped("shard = 2\ntp = 4", "tp = {node = 2}"),
+    "mapping-product-over-levels": _mapped("shard = 4\ncp = 2", "shard = {node = 4, fabric = 2}"),
+    "level-overfull": _mapped("shard = 2\ntp = 4", "tp = {node = 4}\nshard = {node = 2}"),
+    "level-indivisible": _mapped("shard = 8", "shard = {fabric = 8}"),
+    "experts-off-their-ranks": _mapped(
+        "replicate = 4\nshard = 2\nep = 2", "replicate = {node = 4}\nep = {node = 2}", EXPERTS
+    ),
+    "mapping-without-cluster": Files(plan="[degrees]\ntp = 2\n\n[mapping]\ntp = {node = 2}\n"),
+    "peak-missing": Files(cluster=CLUSTER.replace(', bf16 = "2 TFLOP/s"', "")),
+}
