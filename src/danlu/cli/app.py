@@ -7,7 +7,10 @@ import typer
 
 from danlu import __version__
 from danlu.cli import data
+from danlu.cli.catalogue import catalogue
+from danlu.cli.check import check
 from danlu.cli.runs import runs
+from danlu.cli.schema import schema
 from danlu.cli.show import show
 from danlu.cli.slurm_task import slurm_ranks, slurm_task
 from danlu.spec import SpecError
@@ -35,6 +38,9 @@ def _danlu(
     pass
 
 
+app.command()(check)
+app.command()(catalogue)
+app.command()(schema)
 app.command("slurm-ranks", hidden=True)(slurm_ranks)
 app.command("slurm-task", hidden=True)(slurm_task)
 
