@@ -22,22 +22,22 @@ def _by_plan(nodes: int, asked: int | None, world: int) -> int:
     if asked is None:
         if world % nodes == 0:
             return world // nodes
-        fewer, more = _neighbours(nodes, world)
-        fits = f"--nodes {fewer}" + (f" or --nodes {more}" if more else "")
+        fits = " or ".join(f"--nodes {count}" for count in _neighbours(nodes, world))
         raise ValueError(f"the plan has {world} ranks, which {nodes} nodes cannot share evenly: {fits} would fit")
     if nodes * asked == world:
         return asked
-    fits = [f"--nodes {world // asked}"] if world % asked == 0 else []
-    fits += [f"--ranks-per-node {world // nodes}"] if world % nodes == 0 else []
-    cure = f"{' or '.join(fits)} would fit" if fits else f"a plan of {nodes * asked} ranks would fit"
-    raise ValueError(f"the plan has {world} ranks, but {nodes} nodes × {asked} ranks are {nodes * asked}: {cure}")
+    options = [f"--nodes {world // asked}"] if world % asked == 0 else []
+    options += [f"--ranks-per-node {world // nodes}"] if world % nodes == 0 else []
+    fits = " or ".join(options) or f"a plan of {nodes * asked} ranks"
+    raise ValueError(
+        f"the plan has {world} ranks, but {nodes} nodes × {asked} ranks are {nodes * asked}: {fits} would fit"
+    )
 
 
-def _neighbours(nodes: int, world: int) -> tuple[int, int | None]:
-    """The largest number of nodes below and the smallest above that divide the ranks evenly."""
-    fewer = next(count for count in range(min(nodes, world), 0, -1) if world % count == 0)
-    more = next((count for count in range(nodes, world + 1) if world % count == 0), None)
-    return fewer, more
+def _neighbours(nodes: int, world: int) -> list[int]:
+    """The largest number of nodes below and the smallest above, if there is one, that share the ranks evenly."""
+    even = [count for count in range(1, world + 1) if world % count == 0]
+    return [max(count for count in even if count < nodes), *(count for count in even if count > nodes)][:2]
 
 
 def _check_cluster(nodes: int, ranks: int, cluster: Cluster) -> None:
