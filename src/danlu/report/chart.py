@@ -136,7 +136,7 @@ def _centred_mean(values: Sequence[float], half: int) -> list[float]:
 
 def smoothing(count: int) -> int:
     """Steps that a curve of `count` points is averaged over: about a fiftieth of them, odd; 1 for short runs."""
-    return 1 if count < 30 else count // 100 * 2 + 3
+    return 1 if count < 100 else count // 100 * 2 + 3
 
 
 def value_scale(curve: Curve, height: float) -> Scale:
@@ -289,7 +289,7 @@ def _notes(curve: Curve, log: bool) -> str:
     if curve.smooth and smoothing(count) > 1:
         notes.append(f"smoothed over {smoothing(count)} steps")
     if log:
-        notes.append("logarithmic scale")
+        notes.append("log scale")
     return f"<small>{escape(' · '.join(notes))}</small>" if notes else ""
 
 

@@ -46,7 +46,7 @@ def _degrees(plan: Plan) -> str:
         "schedule": plan.pipeline.schedule if plan.degrees.pp > 1 else "none",
         "recompute": plan.recompute,
         "compile": "every block" if plan.compile else "no",
-        "parameters after forward": "freed (ZeRO-3)" if plan.reshard_after_forward else "kept (ZeRO-2)",
+        "parameters after forward": "freed (ZeRO-3)" if plan.reshards else "kept (ZeRO-2)",
     }
     return (
         '<table><tr><th>axis</th><th class="number">ranks</th><th></th></tr>' + "".join(rows) + "</table>"

@@ -46,6 +46,9 @@ def write_page(run: RunFolder) -> Path:
 
 def _read(path: Path, load: Callable[[Path], D], notes: list[str]) -> D | None:
     """A file of the run folder; what cannot be read is missing from the page, and the page says so."""
+    if not path.exists():
+        notes.append(f"{path.name} is not in the run folder, so the page does not show what it says.")
+        return None
     try:
         return load(path)
     except SpecError as error:
@@ -70,8 +73,8 @@ def _page(
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · Danlu</title><style>{(folder / 'page.css').read_text()}</style></head>"
-        f"<body><main>{''.join(body)}</main><script>{(folder / 'page.js').read_text()}</script></body></html>\n"
+        f"<title>{escape(run.name)} · Danlu</title><style>{(folder / 'page.css').read_text(encoding='utf-8')}</style></head>"
+        f"<body><main>{''.join(body)}</main><script>{(folder / 'page.js').read_text(encoding='utf-8')}</script></body></html>\n"
     )
 
 
@@ -82,7 +85,7 @@ def _header(run: RunFolder, story: Story, recipe: Recipe | None) -> str:
         "parameters": wording.count(start.parameters) if start else wording.MISSING,
         "ranks": f"{start.world:,} × {start.chip}" if start else wording.MISSING,
         "steps": f"{story.step:,} of {start.steps:,}" if start else wording.MISSING,
-        "time": wording.duration(story.seconds),
+        "time": wording.duration(story.seconds if start else None),
         "started": _moment(story.starts[0].time) if start else wording.MISSING,
     }
     return (
@@ -109,7 +112,8 @@ def _ending(story: Story) -> str:
 
 
 def _moment(time: float) -> str:
-    return datetime.fromtimestamp(time, UTC).strftime("%-d %B %Y, %H:%M UTC")
+    moment = datetime.fromtimestamp(time, UTC)
+    return f"{moment.day} {moment:%B %Y, %H:%M} UTC"
 
 
 def _tiles(story: Story, cluster: Cluster | None) -> str:
@@ -123,15 +127,15 @@ def _tiles(story: Story, cluster: Cluster | None) -> str:
         parts += f", {story.lost_steps:,} steps taken again"
     tiles = [
         ("Final loss" if story.end else "Loss", wording.loss(story.loss), below),
-        ("Tokens a second", wording.count(story.tokens_per_second), "median step"),
+        ("Tokens a second", wording.count(story.tokens_per_second), "median step" if story.last else ""),
         ("MFU", wording.percent(story.mfu), f"of {wording.flops(start.peak)}, {start.peak_source}" if start else ""),
         (
             "Peak memory",
             wording.size(story.memory),
             f"of {wording.size(cluster.chip.memory)} a chip" if cluster else "",
         ),
-        ("Tokens seen", wording.count(story.tokens), _per_parameter(story)),
-        ("Time", wording.duration(story.seconds), parts),
+        ("Tokens seen", wording.count(story.tokens if story.last else None), _per_parameter(story)),
+        ("Time", wording.duration(story.seconds if start else None), parts),
     ]
     return (
         '<div class="tiles">'

@@ -12,6 +12,8 @@ from danlu.spec import Cluster, Plan
 
 CELL_WIDTH, CELL_HEIGHT, GAP = 40, 26, 4
 STAGE_WIDTH, STAGE_HEIGHT, STAGE_GAP = 76, 42, 12
+LONE_STAGE_WIDTH = 132
+"""Of the only stage, which holds embedding and head."""
 NODE_TINTS = 4
 """Neighbouring nodes get different tints; after so many they come round again."""
 
@@ -111,6 +113,7 @@ def pipeline(plan: Plan, layers: int) -> str:
     stages = plan.stage_layers(layers)
     shown = elided(len(stages), 9)
     left, top = 46, 8
+    width = STAGE_WIDTH if len(stages) > 1 else LONE_STAGE_WIDTH
     ranks = sorted({stage_rank(plan, stage) for stage in shown if stage is not None})
     row_of = {rank: top + index * (STAGE_HEIGHT + 8) for index, rank in enumerate(ranks)}
     parts = [
@@ -118,28 +121,28 @@ def pipeline(plan: Plan, layers: int) -> str:
     ]
     before: tuple[float, float] | None = None
     for index, stage in enumerate(shown):
-        x = left + index * (STAGE_WIDTH + STAGE_GAP)
+        x = left + index * (width + STAGE_GAP)
         if stage is None:
-            parts.append(f'<text class="small" x="{x + STAGE_WIDTH / 2:.0f}" y="{top + 20}">…</text>')
+            parts.append(f'<text class="small" x="{x + width / 2:.0f}" y="{top + 20}">…</text>')
             before = None
             continue
         y = row_of[stage_rank(plan, stage)]
         if before:
             parts.append(_link(before, (x, y + STAGE_HEIGHT / 2)))
-        parts.append(_stage(x, y, stage, stages))
-        before = (x + STAGE_WIDTH, y + STAGE_HEIGHT / 2)
-    width = left + len(shown) * (STAGE_WIDTH + STAGE_GAP)
-    return _svg(width, top + len(ranks) * (STAGE_HEIGHT + 8), parts, f"Pipeline of {len(stages)} stages")
+        parts.append(_stage(x, y, width, stage, stages))
+        before = (x + width, y + STAGE_HEIGHT / 2)
+    right = left + len(shown) * (width + STAGE_GAP)
+    return _svg(right, top + len(ranks) * (STAGE_HEIGHT + 8), parts, f"Pipeline of {len(stages)} stages")
 
 
-def _stage(x: float, y: float, stage: int, stages: Sequence[range]) -> str:
+def _stage(x: float, y: float, width: float, stage: int, stages: Sequence[range]) -> str:
     held = stages[stage]
     words = f"{held[0]}–{held[-1]}" if len(held) > 1 else f"{held[0]}" if held else "no layer"
     beside = [name for name, at in (("embedding", 0), ("head", len(stages) - 1)) if stage == at]
-    middle = x + STAGE_WIDTH / 2
+    middle = x + width / 2
     title = f"stage {stage}: {len(held)} layers" + "".join(f", {name}" for name in beside)
     return (
-        f"<g><title>{escape(title)}</title>{_rect(f'node{stage % 2}', x, y, STAGE_WIDTH, STAGE_HEIGHT, 7)}"
+        f"<g><title>{escape(title)}</title>{_rect(f'node{stage % 2}', x, y, width, STAGE_HEIGHT, 7)}"
         f'<text x="{middle:.0f}" y="{y + 18:.0f}" text-anchor="middle">{words}</text>'
         f'<text class="small" x="{middle:.0f}" y="{y + 34:.0f}" text-anchor="middle">'
         f"{' + '.join(beside) or f'stage {stage}'}</text></g>"
