@@ -69,12 +69,14 @@ def _page(
         _files(run),
         f"<footer>Written by Danlu {__version__} on {_moment(datetime.now(UTC).timestamp())}.</footer>",
     ]
-    folder = files("danlu.report")
+    style, script = (
+        files("danlu.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · Danlu</title><style>{(folder / 'page.css').read_text(encoding='utf-8')}</style></head>"
-        f"<body><main>{''.join(body)}</main><script>{(folder / 'page.js').read_text(encoding='utf-8')}</script></body></html>\n"
+        f"<title>{escape(run.name)} · Danlu</title><style>{style}</style></head>"
+        f"<body><main>{''.join(body)}</main><script>{script}</script></body></html>\n"
     )
 
 
