@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from broken_files import CLUSTER, CONTRADICTIONS, EXPERTS, PLAN, READING, RECIPE
 from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
-from danlu.spec import SpecError, rules
+from danlu.comm.layout import UnplaceableError, dense_ranks, expert_ranks
+from danlu.spec import Cluster, SpecError, rules
 from danlu.spec.check import check, check_all, in_memory
 from danlu.spec.load import read_cluster, read_plan, read_recipe
-from danlu.spec.plan import Degrees, Plan
+from danlu.spec.plan import Axis, Degrees, Plan
 from danlu.spec.toml import read
 
 NOT_ONE_SETTING = {
@@ -189,3 +191,29 @@ def test_check_finds_the_same_as_the_command() -> None:
     Files(RECIPE, "[degrees]\ntp = 8\n[mapping]\ntp = {node = 8}\n").write(Path())
     found = check(read_recipe(Path("recipe.toml")), read_plan(Path("plan.toml")))
     assert [problem.key for problem in found] == ["degrees.tp", "mapping"]
+
+
+def test_what_passes_can_be_placed_and_what_does_not_cannot() -> None:
+    """The rules of the network agree with the room that lays ranks out."""
+    Files(EXPERTS, cluster=CLUSTER).write(Path())
+    cluster, verdicts = read_cluster("cluster.toml"), list[bool]()
+    for shard, tp, ep, node, ep_node in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 4), (None, 1, 2, 4), (None, 1, 2)):
+        if shard * tp % ep:
+            continue
+        mapping: dict[Axis, dict[str, int]] = {} if node is None else {"tp": {"node": node, "fabric": tp // node or 1}}
+        mapping |= {} if ep_node is None else {"ep": {"node": ep_node, "fabric": ep // ep_node or 1}}
+        plan = Plan(degrees=Degrees(shard=shard, tp=tp, ep=ep), mapping=mapping)
+        found = [problem for rule in rules.PLAN_RULES for problem in rule(in_memory(plan))]
+        found += [problem for rule in rules.NETWORK_RULES for problem in rule(in_memory(plan), cluster)]
+        verdicts.append(not found)
+        assert verdicts[-1] == _is_placed(plan, cluster.value), (plan, found)
+    assert True in verdicts and False in verdicts
+
+
+def _is_placed(plan: Plan, cluster: Cluster) -> bool:
+    try:
+        dense_ranks(plan, cluster)
+        expert_ranks(plan, cluster)
+    except UnplaceableError:
+        return False
+    return True
