@@ -57,7 +57,7 @@ def fresh(code: str, *arguments: str, package_parent: Path = PACKAGE.parent) -> 
 
 def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter on the tree that holds `src/danlu` and `pyproject.toml`."""
-    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
     environment = os.environ | {"PYTHONPATH": str(tree / "src")}
     return subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
 
