@@ -18,7 +18,7 @@ def sequences_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[P
             "batch.sequences",
             f"is {sequences}, but must be a multiple of `replicate` × `shard` "
             f"({degrees.replicate} × {degrees.shard} = {degrees.data})",
-            f"sequences = {closest_multiple(sequences, degrees.data)}",
+            f"sequences = {closest_multiple(sequences, degrees.data * plan.value.microbatches)}",
         )
 
 
