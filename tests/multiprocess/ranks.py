@@ -7,6 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+TORCH_WARNS_ITSELF = (
+    "`torch.jit.script_method` is deprecated",  # a module that torch.compile imports
+    "The .grad attribute of a Tensor that is not a leaf",  # torch.compile looks at every tensor it meets
+)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -18,9 +23,10 @@ def run_ranks(script: Path, world: int, *arguments: str, seconds: float) -> None
     """Run `script rank world port …` once a rank; fails with the output of the first rank that failed."""
     port = str(free_port())
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    quiet = ["-W", "error", *(word for message in TORCH_WARNS_ITSELF for word in ("-W", f"ignore:{message}"))]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(script), str(rank), str(world), port, *arguments],
+            [sys.executable, *quiet, str(script), str(rank), str(world), port, *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ def join(place: Place, backend: str, store: dist.Store, timeout: timedelta = tim
 
 
 def leave() -> None:
-    """Close every group of this process."""
+    """Close every group of this process; it may join another world afterwards.
+
+    DTensor remembers how it redistributed, together with the mesh it did so on. A mesh of the next world
+    that looks the same would find the closed groups there, so those memories go too.
+    """
     dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
 

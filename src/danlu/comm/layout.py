@@ -8,12 +8,14 @@ on that level, so the axis that talks most is given the innermost factors.
 from math import gcd, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from danlu.spec.cluster import Cluster
 from danlu.spec.plan import DENSE_AXES, Degrees, Plan
 
-ExpertAxis = str
-EXPERT_AXES: tuple[ExpertAxis, ...] = ("pp", "replicate", "expert_shard", "ep")
+Ranks = NDArray[np.int64]
+
+EXPERT_AXES: tuple[str, ...] = ("pp", "replicate", "expert_shard", "ep")
 """Axes of the mesh that expert layers use, outermost first: the same ranks, folded another way."""
 
 Factors = dict[str, list[int]]
@@ -24,13 +26,13 @@ class UnplaceableError(ValueError):
     """The axes of a plan do not fit the levels of the network."""
 
 
-def dense_ranks(plan: Plan, cluster: Cluster | None = None) -> np.ndarray:
+def dense_ranks(plan: Plan, cluster: Cluster | None = None) -> Ranks:
     """Ranks of the whole run as an array of shape (pp, replicate, shard, cp, tp)."""
     factors = _dense_factors(plan, cluster)
     return _array(factors, DENSE_AXES)
 
 
-def expert_ranks(plan: Plan, cluster: Cluster | None = None) -> np.ndarray:
+def expert_ranks(plan: Plan, cluster: Cluster | None = None) -> Ranks:
     """The same ranks as an array of shape (pp, replicate, expert_shard, ep)."""
     dense = _dense_factors(plan, cluster)
     room = [prod(row) for row in zip(dense["shard"], dense["cp"], dense["tp"], strict=True)]
@@ -82,8 +84,7 @@ def _mapped(axis: str, wanted: dict[str, int], degree: int, names: list[str], ro
     factors = [wanted.get(name, 1) for name in names]
     if prod(factors) != degree or set(wanted) - set(names):
         raise UnplaceableError(
-            f"`mapping.{axis}` must lie on levels {', '.join(names)} with a product of {degree}, "
-            f"but is {wanted} instead"
+            f"`mapping.{axis}` must lie on levels {', '.join(names)} with a product of {degree}, but is {wanted} instead"
         )
     for level, factor in enumerate(factors):
         if room[level] % factor:
@@ -110,7 +111,7 @@ def _fill(axis: str, degree: int, room: list[int]) -> list[int]:
     return factors
 
 
-def _array(factors: Factors, axes: tuple[str, ...]) -> np.ndarray:
+def _array(factors: Factors, axes: tuple[str, ...]) -> Ranks:
     """Number the ranks along the network, then gather every axis's factors into one dimension."""
     levels = len(factors[axes[0]])
     places = [(level, axis) for level in reversed(range(levels)) for axis in axes]

@@ -12,7 +12,7 @@ from danlu.framework import precision
 from danlu.framework.accumulate import Accumulation
 from danlu.framework.initialise import initialise
 from danlu.framework.optimizer import build_optimizer
-from danlu.framework.placements import moe_layers, sharding_units, tensor_placements
+from danlu.framework.placements import moe_layers, recompute_regions, sharding_units, tensor_placements
 from danlu.framework.state import TrainState
 from danlu.framework.transformer import Decoder
 from danlu.memory.recompute import apply_recompute
@@ -56,25 +56,26 @@ def parallelise(part: Decoder, recipe: Recipe, plan: Plan, mesh: Mesh) -> None:
     """Apply every axis of the plan to one part of the model, in the one order that works."""
     blocks = list(part.blocks.values())
     # 1. Split layers: what a module computes changes before anything is wrapped around it.
-    if plan.degrees.tp > 1:
-        apply_tp(part, tensor_placements(part), mesh.axis("tp"))
+    if mesh.tensor is not None:
+        apply_tp(part, tensor_placements(part), mesh.tensor)
     if group := mesh.group("cp"):
         apply_cp((block.get_submodule("attention") for block in blocks), group)
         if part.embed is not None:
             part.embed.part = mesh.coordinate("cp")
-    if plan.degrees.ep > 1:
-        apply_ep(moe_layers(part), mesh.axis("ep"))
+    if mesh.experts is not None:
+        apply_ep(moe_layers(part), mesh.experts)
     for layer in moe_layers(part):
         layer.router.sequences_per_step = recipe.batch.sequences
-        layer.router.sequence_group = mesh.sequence_group
+        layer.router.sequence_group = mesh.group("cp", "tp")
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
-    apply_recompute(blocks, plan.recompute)
+    if plan.recompute != "none":
+        apply_recompute(recompute_regions(part, plan.recompute), plan.recompute)
     if plan.compile:
         apply_compile(blocks)
     # 4. Shard last: it sees the final parameters.
     part.tie()
     policy = partial(precision.policy, recipe.precision)
-    apply_sharding(part, sharding_units(part, mesh), mesh.parameters, policy, plan.reshard_after_forward)
+    apply_sharding(part, sharding_units(part, mesh), mesh.parameters, policy, plan.reshards)
 
 
 def _decoder(recipe: Recipe, plan: Plan, stage: int) -> Decoder:

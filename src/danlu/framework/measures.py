@@ -53,6 +53,6 @@ def _balance_experts(state: TrainState, mesh: Mesh) -> tuple[float, int]:
     if not routers:
         return 0.0, 0
     loads = torch.stack([router.load_E for router in routers])
-    if mesh.stage_group is not None:
-        dist.all_reduce(loads, group=mesh.stage_group)
+    if group := mesh.group("replicate", "shard", "cp", "tp"):
+        dist.all_reduce(loads, group=group)
     return sum(router.balance(load) for router, load in zip(routers, loads, strict=True)), len(routers)

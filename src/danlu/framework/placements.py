@@ -1,12 +1,14 @@
 """How the decoder's modules lie on the mesh: data beside the model, read by `build`."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from torch import nn
 
 from danlu.comm.mesh import Mesh
 from danlu.framework.moe import MoeLayer
 from danlu.framework.transformer import Decoder
+from danlu.memory.recompute import Region
 from danlu.parallel.shard import Unit
 from danlu.parallel.tensor import Style
 
@@ -50,12 +52,30 @@ def sharding_units(part: Decoder, mesh: Mesh) -> Iterator[Unit]:
     for layer, block in part.blocks.items():
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoeLayer):
+            assert mesh.expert_parameters is not None
             yield Unit(f"blocks.{layer}.mlp.experts", mlp.experts, mesh.expert_parameters)
         yield Unit(f"blocks.{layer}", block, mesh.parameters)
     if not part.tied:
         for name, module in (("embed", part.embed), ("head", part.head)):
             if module is not None:
                 yield Unit(name, module, mesh.parameters)
+
+
+def recompute_regions(part: Decoder, mode: Literal["selective", "full"]) -> Iterator[Region]:
+    """What recompute wraps: whole blocks, or what is around the experts of one.
+
+    Selective recompute insists on the same operations the second time. An expert layer gathers its experts'
+    parameters inside the block, and the second time they are already there, so its block is taken in pieces.
+    """
+    for block in part.blocks.values():
+        mlp = block.get_submodule("mlp")
+        if mode == "selective" and isinstance(mlp, MoeLayer):
+            yield Region(block, "attend")
+            yield Region(mlp.experts)
+            if mlp.shared is not None:
+                yield Region(mlp.shared)
+        else:
+            yield Region(block)
 
 
 def moe_layers(part: Decoder) -> Iterator[MoeLayer]:

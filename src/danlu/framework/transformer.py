@@ -98,9 +98,13 @@ class Block(nn.Module):
         else:
             self.mlp = Mlp(model.width, model.mlp, model.activation, model.bias)
 
+    def attend(self, x_BSD: Tensor) -> Tensor:
+        """Add what attention found to the stream."""
+        return x_BSD + self.attention(self.attention_norm(x_BSD))
+
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Add what this layer found to the stream."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        x_BSD = self.attend(x_BSD)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
 

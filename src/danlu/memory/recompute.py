@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -32,15 +32,20 @@ COSTLY = frozenset(
 """What `selective` keeps: matrix products, attention, and results that came over the network."""
 
 
-def apply_recompute(blocks: Iterable[nn.Module], mode: Literal["none", "selective", "full"]) -> None:
-    """Wrap the forward of every block; names of parameters stay as they are."""
-    if mode == "none":
-        return
+class Region(NamedTuple):
+    """A method of a module whose inner activations are not kept."""
+
+    module: nn.Module
+    method: str = "forward"
+
+
+def apply_recompute(regions: Iterable[Region], mode: Literal["selective", "full"]) -> None:
+    """Wrap every region; names of parameters stay as they are."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+    for module, method in regions:
+        setattr(module, method, partial(checkpoint, getattr(module, method), **options))
 
 
 def _keep_costly(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -18,7 +18,7 @@ def _copies(gradient: Tensor, stage_ranks: int) -> int:
         return stage_ranks
     mesh = gradient.device_mesh
     return stage_ranks // prod(
-        mesh.size(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard()
+        mesh.size(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()
     )
 
 

@@ -1,5 +1,6 @@
 """Tensor parallelism with sequence parallelism: every matrix over the ranks of `tp`, the stream split by sequence."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -24,6 +25,11 @@ Style = Literal["sequence", "gather", "column", "row", "vocabulary", "scores"]
 - vocabulary: a table split by rows
 - scores: the output matrix, split by the vocabulary; its result stays split
 """
+
+
+# A DTensor's local part is a view, which FSDP warns about for the sake of in-place operations on it; modules that
+# are split here are ours or a user's forward that autograd would already refuse such an operation for.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def _style(style: Style) -> ParallelStyle:

@@ -14,6 +14,12 @@ DENSE_AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp")
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 LOOPED_SCHEDULES: tuple[Schedule, ...] = ("interleaved", "zero-bubble", "zbv")
 """Schedules that give every rank several stages."""
+SPLIT_SCHEDULES: tuple[Schedule, ...] = ("zero-bubble", "zbv")
+"""Schedules that take the backward pass in two halves, first for inputs, later for weights.
+
+The half for weights finds them only where they stayed gathered since the forward pass (resharded, PyTorch 2.13
+drops their gradients without a word), and compiled blocks cannot be split.
+"""
 
 
 class Degrees(Description):
@@ -79,8 +85,16 @@ class Plan(Description):
     """Activations to compute again in the backward pass: none; all but matrix products and attention; all."""
     compile: bool = False
     """Compile every block with torch.compile."""
-    reshard_after_forward: bool = True
-    """Free the gathered parameters between forward and backward (ZeRO-3); keep them if false (ZeRO-2)."""
+    reshard_after_forward: bool | None = None
+    """Free the gathered parameters between forward and backward (ZeRO-3), or keep them (ZeRO-2).
+
+    When left out: free them, except in a pipeline, where every microbatch would gather them again.
+    """
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered parameters are freed after the forward pass, with the default filled in."""
+        return self.degrees.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
     @property
     def stages(self) -> int:
