@@ -12,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from danlu import scheduler
 from danlu.cli.follow import follow
-from danlu.cli.slurm_task import current_ranks, task_of
+from danlu.cli.slurm_task import current_ranks, ranks_of, task_of
 from danlu.report.live import Live
 from danlu.scheduler import (
     JobStatus,
@@ -100,7 +101,7 @@ SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-3] Switches=sn[0-1]
     def test_neighbours_in_rank_order_share_the_lowest_switch(self) -> None:
         order = order_nodes(["n0", "n1", "n2", "n3"], parse_topology(self.TWO_LEVELS), first="n0")
         assert order.nodes == ("n0", "n2", "n1", "n3")
-        assert "follow the topology: 2 leaf switches hold 4 of 4 nodes" in order.remark
+        assert "follow the topology; leaf switches: 2, nodes on them: 4 of 4" in order.remark
 
     def test_the_batch_host_and_its_switch_come_first(self) -> None:
         order = order_nodes(["n0", "n1", "n2", "n3"], parse_topology(self.TWO_LEVELS), first="n3")
@@ -344,6 +345,32 @@ class TestRanks:
         with pytest.raises(ValueError, match="must be of job 7, restart 1, but does not exist after 5 s"):
             current_ranks(tmp_path, self.TASK, patience=5, clock=lambda: sum(slept), sleep=slept.append)
         assert sum(slept) == 5
+
+    @pytest.mark.parametrize(
+        ("text", "nodes", "remark"),
+        [
+            (TestTopology.TWO_LEVELS, ("n3", "n1", "n0", "n2"), "follow the topology"),
+            ("", ("n3", "n0", "n1", "n2"), "Slurm knows no topology"),
+            ("BlockName=b1 Nodes=n[0-3]", ("n3", "n0", "n1", "n2"), "was not understood: "),
+        ],
+    )
+    def test_the_batch_host_asks_twice_and_writes_the_rest_from_its_environment(
+        self, monkeypatch: pytest.MonkeyPatch, text: str, nodes: tuple[str, ...], remark: str
+    ) -> None:
+        asked = []
+        monkeypatch.setattr(scheduler, "topology", lambda: asked.append("topology") or parse_topology(text))
+        monkeypatch.setattr(scheduler, "node_address", lambda node: asked.append(node) or "10.0.0.2")
+        ranks = ranks_of(
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURMD_NODENAME": "n3",
+                "SLURM_JOB_NODELIST": "n[0-3]",
+                "SLURM_NTASKS_PER_NODE": "4",
+            }
+        )
+        assert asked == ["topology", "n3"]
+        assert (ranks.job, ranks.restart, ranks.nodes, ranks.tasks_per_node) == (7, 0, nodes, 4)
+        assert ranks.store.startswith("10.0.0.2:2") and remark in ranks.remark
 
     def test_a_port_in_use_is_passed_over(self) -> None:
         with socket.socket() as holder:

@@ -4,7 +4,7 @@ from danlu.scheduler.fit import ranks_per_node
 from danlu.scheduler.hostlist import expand
 from danlu.scheduler.job import SlurmJob, render
 from danlu.scheduler.ranks import Ranks, free_port, read_ranks, write_ranks
-from danlu.scheduler.slurm import JobStatus, SlurmError, cancel, node_address, status, submit, topology
+from danlu.scheduler.slurm import JobStatus, SlurmError, cancel, check_installed, node_address, status, submit, topology
 from danlu.scheduler.topology import NodeOrder, Switch, order_nodes, parse_topology
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "SlurmJob",
     "Switch",
     "cancel",
+    "check_installed",
     "expand",
     "free_port",
     "node_address",

@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from shutil import which
 
 from danlu.scheduler.topology import Switch, parse_topology
 from danlu.spec.description import Description
@@ -56,11 +57,21 @@ def run_command(command: list[str]) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except FileNotFoundError:
-        raise SlurmError(
-            f"`{command[0]}` is not found: --on slurm must be run where Slurm's commands are, such as a login node"
-        ) from None
+        raise _not_found(command[0]) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"`{' '.join(command)}` gave no answer in {_TIMEOUT:.0f} s: is slurmctld up?") from None
+
+
+def check_installed() -> None:
+    """Raise `SlurmError` on a machine that cannot submit jobs, before anything has been written."""
+    if which("sbatch") is None:
+        raise _not_found("sbatch")
+
+
+def _not_found(command: str) -> SlurmError:
+    return SlurmError(
+        f"`{command}` is not found: --on slurm is for a machine with Slurm's commands, such as a login node"
+    )
 
 
 def submit(script: Path, run: Run = run_command) -> int:

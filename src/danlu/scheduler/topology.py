@@ -66,7 +66,7 @@ def order_nodes(nodes: Sequence[str], switches: Iterable[Switch], first: str) ->
     roots = [walk.below(name) for name in by_name if name not in children]
     found = [node for root in _first_to_front(roots, first) for node in root]
     lost = [node for node in nodes if node not in walk.placed]
-    remark = f"ranks follow the topology: {walk.leaves} leaf switches hold {len(found)} of {len(nodes)} nodes"
+    remark = f"ranks follow the topology; leaf switches: {walk.leaves}, nodes on them: {len(found)} of {len(nodes)}"
     if lost:
         remark += f"; {', '.join(lost[:8])}{' …' if len(lost) > 8 else ''} hang on no switch and come last"
     return NodeOrder(nodes=tuple(_first_to_front([*found, *lost], first)), remark=remark)
