@@ -55,6 +55,8 @@ bandwidth = "1 GB/s"
 latency = "20 us"
 """
 
+ZERO_BUBBLE = 'microbatches = 2\npipeline = {schedule = "zero-bubble", stages_per_rank = 2}'
+
 PLAN = "[degrees]\nshard = 2\n"
 
 
@@ -161,6 +163,8 @@ CONTRADICTIONS = {
         RECIPE.replace("layers = 4", "layers = 6"),
     ),
     "plain-with-two-stages": _plan("pp = 2", "microbatches = 2\npipeline.stages_per_rank = 2"),
+    "split-backward-resharded": _plan("pp = 2", f"reshard_after_forward = true\n{ZERO_BUBBLE}"),
+    "split-backward-compiled": _plan("pp = 2", f"compile = true\n{ZERO_BUBBLE}"),
     "pipeline-ignored": _plan("shard = 2", 'pipeline = {schedule = "zbv", stages_per_rank = 2, layers = [2, 2]}'),
     "pipeline-starved": _plan("pp = 4", "microbatches = 2"),
     "interleaved-rounds": _plan(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from danlu.spec.load import Sourced
-from danlu.spec.plan import LOOPED_SCHEDULES, Pipeline, Plan
+from danlu.spec.plan import LOOPED_SCHEDULES, SPLIT_SCHEDULES, Pipeline, Plan
 from danlu.spec.problem import Problem, shown
 from danlu.spec.recipe import Recipe
 from danlu.spec.rules.shape import LayoutRule
@@ -46,6 +46,30 @@ def schedule_has_its_stages(plan: Sourced[Plan]) -> Iterator[Problem]:
             "pipeline.stages_per_rank",
             f'is {stages}, but the schedule "{pipeline.schedule}" wants {wanted}',
             f"stages_per_rank = {number}, or {other}",
+        )
+
+
+def split_backward_finds_weights(plan: Sourced[Plan]) -> Iterator[Problem]:
+    """A backward pass in two halves finds the weights only if they stayed gathered."""
+    schedule = plan.value.pipeline.schedule
+    if plan.value.degrees.pp > 1 and schedule in SPLIT_SCHEDULES and plan.value.reshards:
+        yield plan.problem(
+            "reshard_after_forward",
+            f'is true, but the schedule "{schedule}" takes the backward pass in two halves, and the one for weights '
+            "would find them gone",
+            "reshard_after_forward = false",
+        )
+
+
+def split_backward_is_not_compiled(plan: Sourced[Plan]) -> Iterator[Problem]:
+    """A compiled block has one backward pass, not two halves."""
+    schedule = plan.value.pipeline.schedule
+    if plan.value.degrees.pp > 1 and schedule in SPLIT_SCHEDULES and plan.value.compile:
+        yield plan.problem(
+            "compile",
+            f'is true, but the schedule "{schedule}" takes the backward pass in two halves, which a compiled block '
+            "has not",
+            'compile = false, or `schedule = "interleaved"` under [pipeline]',
         )
 
 
@@ -110,6 +134,8 @@ def tied_on_one_stage(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[
 STAGE_RULES: tuple[PlanRule, ...] = (
     pipeline_is_read,
     schedule_has_its_stages,
+    split_backward_finds_weights,
+    split_backward_is_not_compiled,
     layers_are_positive,
     layers_are_for_the_stages,
 )
