@@ -9,6 +9,8 @@ from danlu import __version__
 from danlu.cli import data
 from danlu.cli.catalogue import catalogue
 from danlu.cli.check import check
+from danlu.cli.chips import chips
+from danlu.cli.probe import probe
 from danlu.cli.runs import runs
 from danlu.cli.schema import schema
 from danlu.cli.show import show
@@ -47,6 +49,8 @@ app.command("slurm-task", hidden=True)(slurm_task)
 
 app.add_typer(data.app, name="data")
 
+app.command()(chips)
+app.command()(probe)
 app.command()(runs)
 app.command()(show)
 

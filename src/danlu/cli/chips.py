@@ -1,0 +1,51 @@
+"""`danlu chips`: which chips Danlu knows, and which of them are here."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from danlu.report.wording import MISSING, size
+
+if TYPE_CHECKING:
+    from danlu.chips import Descriptor
+
+
+def chips(as_json: Annotated[bool, typer.Option("--json", help="Print for machines.")] = False) -> None:
+    """List the chips this installation can drive, and why the others cannot be used here."""
+    from danlu.chips import chips as declared
+
+    rows = [_figures(chip) for chip in declared().values()]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    # A pipe has no width of its own: without this rich would cut the columns at 80.
+    console = Console() if Console().is_terminal else Console(width=160)
+    console.print(_table(rows))
+
+
+def _figures(chip: "Descriptor") -> dict[str, Any]:
+    available = chip.runtime.available()
+    return {
+        "name": chip.name,
+        "available": available,
+        "why_not": chip.runtime.why_not(),
+        "devices": chip.runtime.device_count(),
+        "backend": chip.collectives.backend if chip.collectives else None,
+        "memory": chip.runtime.memory_total() if available else None,
+        "missing": chip.missing(),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for column in ("chip", "available", "devices", "collectives", "memory", "without"):
+        right = column in ("devices", "memory")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column not in ("available", "without"))
+    for row in rows:
+        available = "[green]yes[/]" if row["available"] else f"no: {row['why_not']}"
+        backend, missing = row["backend"] or MISSING, ", ".join(row["missing"])
+        table.add_row(row["name"], available, str(row["devices"]), backend, size(row["memory"]), missing)
+    return table

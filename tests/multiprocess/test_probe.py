@@ -1,0 +1,151 @@
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from danlu.chips import OPERATIONS
+from danlu.chips.cpu import gloo
+from danlu.chips.descriptor import Operation, Wire
+from danlu.chips.measure import MeasureError
+from danlu.comm.measure import QUICK, fit_line, hops, measure_ranks, steps, traffic
+from danlu.spec import Cluster, load_cluster
+
+# --- the arithmetic
+
+
+def test_a_line_is_recovered_exactly() -> None:
+    sizes = [1024 * 4**power for power in range(9)]
+    alpha, beta = fit_line(sizes, [50e-6 + size / 2e9 for size in sizes])
+    assert alpha == pytest.approx(50e-6)
+    assert 1 / beta == pytest.approx(2e9)
+
+
+def test_small_sizes_fix_the_latency_even_when_large_ones_are_noisy() -> None:
+    sizes = [1024 * 4**power for power in range(9)]
+    seconds = [50e-6 + size / 2e9 for size in sizes]
+    seconds[-1] *= 1.2  # 6.7 ms of noise on the largest, against 50 µs to be found
+    alpha, beta = fit_line(sizes, seconds)
+    assert alpha == pytest.approx(50e-6, rel=0.1)
+    assert 1 / beta == pytest.approx(2e9, rel=0.15)
+
+
+def test_neither_latency_nor_slope_falls_below_zero() -> None:
+    alpha, beta = fit_line([1000, 2000], [1e-6, 3e-6])
+    assert alpha == 0 and beta > 0
+    assert fit_line([1000, 2000], [3e-6, 3e-6 - 1e-9])[1] == 0
+    with pytest.raises(ValueError, match="two or more pairs"):
+        fit_line([1000], [1.0])
+
+
+def test_what_a_ring_sends() -> None:
+    assert [traffic(operation, 4) for operation in OPERATIONS] == [1.5, 0.75, 0.75, 0.75, 1.0]
+    assert [hops(operation, 4) for operation in OPERATIONS] == [6, 3, 3, 3, 1]
+
+
+# --- real ranks
+
+
+def test_the_probe_writes_a_cluster_that_loads_and_is_plausible(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    command = [sys.executable, "-m", "danlu", "probe", "--quick", "--ranks", "2", "--json", "-o", str(file)]
+    done = subprocess.run([*command, "--disk", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    answer = json.loads(done.stdout)
+    cluster = load_cluster(str(file))
+    assert cluster == Cluster.model_validate(answer["cluster"])
+    assert list(tmp_path.iterdir()) == [file]
+
+    chip, level = cluster.chip, cluster.levels[0]
+    assert chip.measured and chip.kind == "cpu"
+    assert chip.peak["fp32"] > 1e9 and chip.peak["bf16"] > 1e9
+    assert 1e8 < chip.memory_bandwidth < 1e13
+    assert cluster.chips == 2
+    assert 1e6 < level.bandwidth < 1e12
+    assert 0 < level.latency < 0.1
+    assert {tier.name: tier.kind for tier in cluster.tiers} == {"memory": "memory", "disk": "local"}
+    assert [fit["operation"] for fit in answer["ranks"]["fits"]] == list(OPERATIONS)
+
+
+def test_one_rank_has_no_network_and_is_still_measured() -> None:
+    begun: list[str] = []
+    effort = QUICK.model_copy(update={"peak": 0.1, "memory": 0.05})
+    figures = measure_ranks("cpu", 1, 1, effort, begun.append)
+    assert figures.fits == () and figures.peak["fp32"] > 1e9
+    assert tuple(begun) == steps(1)
+
+
+def test_a_rank_that_fails_is_named_with_its_reason() -> None:
+    with pytest.raises(MeasureError, match=r'rank [01]: ChipError: "nochip" is not a chip'):
+        measure_ranks("nochip", 2, 1, QUICK)
+
+
+@pytest.mark.parametrize("options", [["--disk", "absent"], ["-o", "absent/cluster.toml"], ["--chip", "nochip"]])
+def test_what_the_user_can_mend_ends_without_a_traceback(tmp_path: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "danlu", "probe", "--quick", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert options[1].split("/")[0] in done.stderr
+
+
+# --- the operation matrix, held against the library itself
+
+TORCH: dict[Wire, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
+
+
+def attempt(operation: Operation, dtype: torch.dtype, average: bool, rank: int) -> bool:
+    """Run the call on two ranks, and tell whether it works."""
+    whole, other, part = (torch.ones(size).to(dtype) for size in (8, 8, 4))
+    reduction = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    try:
+        match operation:
+            case "all_reduce":
+                dist.all_reduce(whole, op=reduction)
+            case "all_gather":
+                dist.all_gather_single(whole, part)
+            case "reduce_scatter":
+                dist.reduce_scatter_single(part, whole, op=reduction)
+            case "all_to_all":
+                dist.all_to_all_single(other, whole)
+            case "p2p":
+                dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
+    except RuntimeError:
+        return False
+    return True
+
+
+def try_all(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    cases = product(OPERATIONS, TORCH, (False, True))
+    works = {f"{op} {wire} {average}": attempt(op, TORCH[wire], average, rank) for op, wire, average in cases}
+    dist.destroy_process_group()
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(works))
+
+
+def test_gloo_does_what_its_matrix_says_and_nothing_else(tmp_path: Path) -> None:
+    mp.spawn(try_all, (str(tmp_path),), nprocs=2)
+    collectives = gloo()
+    assert set(TORCH) == set(get_args(Wire))
+    declared = {
+        f"{op} {wire} {average}": collectives.why_not(op, wire, "avg" if average else "sum") == ""
+        for op, wire, average in product(OPERATIONS, TORCH, (False, True))
+    }
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == declared
