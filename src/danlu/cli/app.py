@@ -10,11 +10,14 @@ from danlu.cli import data
 from danlu.cli.catalogue import catalogue
 from danlu.cli.check import check
 from danlu.cli.chips import chips
+from danlu.cli.launch import launch
 from danlu.cli.probe import probe
 from danlu.cli.runs import runs
 from danlu.cli.schema import schema
 from danlu.cli.show import show
 from danlu.cli.slurm_task import slurm_ranks, slurm_task
+from danlu.cli.train import train
+from danlu.cli.worker import worker
 from danlu.spec import SpecError
 
 app = typer.Typer(
@@ -35,24 +38,26 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _danlu(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     pass
 
 
-app.command()(check)
-app.command()(catalogue)
-app.command()(schema)
-app.command("slurm-ranks", hidden=True)(slurm_ranks)
-app.command("slurm-task", hidden=True)(slurm_task)
-
-
-app.add_typer(data.app, name="data")
-
-app.command()(chips)
-app.command()(probe)
+app.command()(train)
+app.command()(launch)
 app.command()(runs)
 app.command()(show)
+app.command()(check)
+app.command()(probe)
+app.add_typer(data.app, name="data")
+app.command()(catalogue)
+app.command()(chips)
+app.command()(schema)
+app.command(hidden=True)(worker)
+app.command("slurm-ranks", hidden=True)(slurm_ranks)
+app.command("slurm-task", hidden=True)(slurm_task)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from danlu.storage.build import SHARD_TOKENS, Built, build
-from danlu.storage.tokenizer import BytesTokenizer, open_tokenizer
+from danlu.storage.tokenizer import BytesTokenizer, Tokenizer, open_tokenizer
 from danlu.storage.tokens import Index, OnProgress, TokenShards
 
 app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_help=True)
@@ -89,6 +89,14 @@ def verify(folder: Folder, as_json: Json = False) -> None:
         )
     else:
         typer.echo(f"{folder}: {_shards(index)}, {index.tokens:,} tokens: all as the index says")
+
+
+def build_with_progress(sources: list[str], folder: Path, tokenizer: Tokenizer) -> None:
+    """Build a data set that a command needs, with a bar, what was left out, and the result in a line."""
+    with _progress("tokens") as on_progress:
+        built = build(sources, folder, tokenizer, on_progress)
+    _warn_left_out(built)
+    typer.echo(_result_line(folder, built))
 
 
 @contextmanager

@@ -30,16 +30,20 @@ def train(
     mesh: Mesh,
     memory_peak: Callable[[], int],
     report: Callable[[StepReport], None],
-    maybe_save: Callable[[TrainState], None],
+    maybe_save: Callable[[TrainState, bool], None],
+    stop: Callable[[], bool],
 ) -> None:
-    """Take steps until the recipe's are done. All ranks see the same loss and norm, so all of them decide alike."""
-    skipped = 0
-    while state.step < recipe.steps:
+    """Take steps until the recipe's are done or a rank is asked to stop.
+
+    All ranks see the same measures, so all of them decide alike. `maybe_save` is told when the last step was taken.
+    """
+    skipped, stopping = 0, False
+    while state.step < recipe.steps and not stopping:
         started = time.perf_counter()
         tokens, targets = feed.at(state.cursor)
         state.seed_step(mesh.rank)
         loss = forward_backward(tokens, targets)
-        step = measure_step(state, mesh, loss, memory_peak())
+        step = measure_step(state, mesh, loss, memory_peak(), stop())
 
         rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
         commit = isfinite(step.loss) and isfinite(step.norm)
@@ -68,4 +72,5 @@ def train(
                 f"loss {step.loss} and gradient norm {step.norm} must be finite, but were not for {skipped} steps up to "
                 f"step {state.step} on all ranks; lower `optimizer.learning_rate` or resume from a checkpoint before it"
             )
-        maybe_save(state)
+        stopping = step.stop
+        maybe_save(state, stopping or state.step == recipe.steps)

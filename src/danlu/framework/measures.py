@@ -20,9 +20,11 @@ class StepMeasures:
     norm: float
     memory: int
     imbalance: float | None
+    stop: bool
+    """A rank was asked to stop."""
 
 
-def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int) -> StepMeasures:
+def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int, stop: bool) -> StepMeasures:
     """Add up the ranks' shares of loss and squared norm, and even the experts' load. Three small all-reduces at most."""
     imbalance, layers = _balance_experts(state, mesh)
     stage_ranks = mesh.plan.degrees.stage
@@ -32,18 +34,20 @@ def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int) -> St
             local_square_sum(state.parameters(), stage_ranks, mesh.device),
             torch.tensor(imbalance / stage_ranks, device=mesh.device),
             torch.tensor(layers / stage_ranks, device=mesh.device),
+            torch.tensor(float(stop), device=mesh.device),
         ]
     )
     largest = torch.tensor(float(memory), dtype=torch.float64)
     if mesh.plan.degrees.world > 1:
         dist.all_reduce(shares)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    total_loss, square, imbalance, layers = shares.tolist()
+    total_loss, square, imbalance, layers, stops = shares.tolist()
     return StepMeasures(
         loss=total_loss,
         norm=square**0.5,
         memory=int(largest),
         imbalance=imbalance / layers if layers else None,
+        stop=stops > 0,
     )
 
 

@@ -1,6 +1,6 @@
 """The state of a training run as one value."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,15 @@ class TrainState:
     def scalars(self) -> dict[str, Any]:
         """The rest of the state."""
         return {"step": self.step, "cursor": self.cursor, "seed": self.seed}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        """Take over the scalars of a checkpoint whose tensors have been read; its data order must be this run's."""
+        if scalars["seed"] != self.seed:
+            raise ValueError(
+                f"`seed` must be that of the checkpoint ({scalars['seed']}), but is {self.seed} instead: "
+                "the order of the data depends on it"
+            )
+        self.step, self.cursor = scalars["step"], scalars["cursor"]
 
     def _prime_optimizer(self) -> None:
         """Let the optimiser make its state with a step of zero length, so that a checkpoint can be read into it."""

@@ -18,7 +18,13 @@ class Description(BaseModel):
     read as something else is the kind of mistake that costs a run.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",  # a loss that is not a number is still an event
+    )
 
 
 # Decimal, because 5 × 1e-6 in binary is not the number that 5e-6 is.

@@ -1,0 +1,88 @@
+"""From a recipe to a run's folder that workers can start from: everything checked, data built, files written."""
+
+from pathlib import Path
+
+import typer
+
+from danlu.cli.data import build_with_progress
+from danlu.spec import Recipe, RunFolder, SpecError, toml
+from danlu.spec.check import Checked, check_all
+from danlu.spec.plan import fully_sharded
+from danlu.spec.problem import problem_at
+from danlu.storage.tokenizer import open_tokenizer
+from danlu.storage.tokens import INDEX, read_index
+
+RUNS = Path("runs")
+"""Where runs are kept, in the folder a command is started from."""
+
+
+def prepare_run(recipe: Path, plan: Path | None, cluster: str | None, name: str | None, world: int) -> RunFolder:
+    """Check a run, build its data if need be, and write its folder; raises `SpecError` before anything is written."""
+    checked = check_all(recipe, plan, cluster, default=fully_sharded(world))
+    run = choose_folder(name, checked.recipe.name)
+    resolved = _with_absolute_paths(checked.recipe, recipe.parent)
+    ensure_shards(recipe, resolved)
+    run.path.mkdir(parents=True)
+    _write(run, Checked(resolved, checked.plan, checked.cluster))
+    return run
+
+
+def choose_folder(name: str | None, recipe_name: str) -> RunFolder:
+    """A folder that does not exist yet: the name asked for, or the recipe's with a number behind it."""
+    if name is not None:
+        run = RunFolder(RUNS.absolute() / name)
+        if run.path.exists():
+            message = f"is the name of a run that exists: {run.path}"
+            raise SpecError([problem_at(run.path, 1, "name", message, f"another name, or --resume {name}")])
+        return run
+    taken = 1
+    while (path := RUNS.absolute() / (recipe_name if taken == 1 else f"{recipe_name}-{taken}")).exists():
+        taken += 1
+    return RunFolder(path)
+
+
+def ensure_shards(path: Path, recipe: Recipe) -> None:
+    """Build the recipe's token shards if they do not exist yet, and check that the model can read them."""
+    shards, data = Path(recipe.data.shards), recipe.data
+    line = toml.read(path).line(("data", "shards"))
+    tokenizer = open_tokenizer(data.tokenizer)
+    if not (shards / INDEX).exists():
+        if not data.source:
+            message = f'"{shards}" is not a data set'
+            hint = f"danlu data build SOURCE… -o {shards}, or name a `source` in [data]"
+            raise SpecError([problem_at(path, line, "data.shards", message, hint)])
+        typer.echo(f"building token shards in {shards} from {', '.join(data.source)}")
+        build_with_progress(list(data.source), shards, tokenizer)
+    index = read_index(shards)
+    if index.tokenizer != tokenizer.name:
+        message = f'was built with tokenizer "{index.tokenizer}", but the recipe says "{tokenizer.name}"'
+        hint = "another folder, or build it again with `danlu data build … --force`"
+        raise SpecError([problem_at(path, line, "data.shards", message, hint)])
+    if index.vocabulary > recipe.model.vocabulary:
+        line = toml.read(path).line(("model", "vocabulary"))
+        message = f"is {recipe.model.vocabulary}, but the data has token ids up to {index.vocabulary - 1}"
+        raise SpecError([problem_at(path, line, "model.vocabulary", message, f"at least {index.vocabulary}")])
+
+
+def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with paths that hold wherever the workers are started."""
+
+    def absolute(path: str) -> str:
+        return str((folder / path).resolve())
+
+    data = recipe.data
+    resolved = data.model_copy(
+        update={
+            "shards": absolute(data.shards),
+            "source": tuple(name if name == "python-stdlib" else absolute(name) for name in data.source),
+            "tokenizer": data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer),
+        }
+    )
+    return recipe.model_copy(update={"data": resolved})
+
+
+def _write(run: RunFolder, checked: Checked) -> None:
+    run.recipe.write_text(toml.dumps(checked.recipe))
+    run.plan.write_text(toml.dumps(checked.plan))
+    if checked.cluster is not None:
+        run.cluster.write_text(toml.dumps(checked.cluster))

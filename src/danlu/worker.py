@@ -1,0 +1,134 @@
+"""The door of one training process: from a run's folder to its last step."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from danlu.chips.descriptor import Descriptor
+from danlu.chips.measure import matmul_peak
+from danlu.chips.registry import find
+from danlu.comm.join import Place, join, leave, meet
+from danlu.comm.mesh import Mesh, build_mesh
+from danlu.cost.model import flops_per_token, parameters
+from danlu.framework.build import build
+from danlu.framework.feed import Feed
+from danlu.framework.journal import Journal
+from danlu.framework.loop import train
+from danlu.framework.precision import DTYPES
+from danlu.framework.state import TrainState
+from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
+from danlu.storage.checkpoint import Checkpoints
+from danlu.storage.tokens import Dataset, TokenShards
+
+PEAK_SECONDS = 1.0
+"""Time spent on measuring the matrix-multiply peak where no cluster file has it."""
+
+
+def run_worker(run: RunFolder, place: Place) -> None:
+    """Train the run in `run` as the rank at `place`; goes on from its newest checkpoint if there is one."""
+    recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+    cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
+    chip = find(cluster.chip.kind if cluster else None)
+    device = chip.runtime.device(place.local_rank)
+    join(place, _backend(chip, place), meet(place))
+    try:
+        mesh = build_mesh(plan, device, place.rank, cluster, experts=recipe.model.moe is not None)
+        with Journal(run) if place.rank == 0 else nullcontext() as journal, _stop_on_signal() as stop:
+            write: Callable[[Event], None] = journal.write if journal else lambda event: None
+            _train(run, recipe, mesh, chip, cluster, write, stop)
+    finally:
+        leave()
+
+
+def _train(
+    run: RunFolder,
+    recipe: Recipe,
+    mesh: Mesh,
+    chip: Descriptor,
+    cluster: Cluster | None,
+    write: Callable[[Event], None],
+    stop: Callable[[], bool],
+) -> None:
+    state, forward_backward = build(recipe, mesh.plan, mesh)
+    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
+    if (newest := checkpoints.latest()) is not None:
+        state.restore(checkpoints.load(newest, state.tensors()))
+    shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
+    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, mesh)
+    peak, source = _peak(recipe, mesh, cluster)
+    write(
+        Started(
+            time=time.time(),
+            world=mesh.plan.degrees.world,
+            chip=chip.name,
+            parameters=parameters(recipe.model),
+            step=state.step,
+            steps=recipe.steps,
+            tokens_per_step=recipe.batch.tokens,
+            flops_per_token=flops_per_token(recipe.model, recipe.batch.length),
+            peak=peak,
+            peak_source=source,
+            baseline_loss=shards.index.unigram_loss,
+        )
+    )
+    save = partial(_save, recipe, checkpoints, write)
+    train(recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, save, stop)
+    outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
+    write(Ended(time=time.time(), step=state.step, outcome=outcome))
+
+
+def _save(recipe: Recipe, checkpoints: Checkpoints, write: Callable[[Event], None], state: TrainState, last: bool) -> None:
+    """Save when it is time to: every so many steps, and when the run ends or is stopped."""
+    every = recipe.checkpoint.every
+    if last or (every and state.step % every == 0):
+        started = time.time()
+        path = checkpoints.save(state.step, state.tensors(), state.scalars())
+        now = time.time()
+        write(Saved(time=now, step=state.step, path=path.name, seconds=now - started))
+
+
+def _backend(chip: Descriptor, place: Place) -> str:
+    if chip.collectives is not None:
+        return chip.collectives.backend
+    if place.world > 1:
+        raise RuntimeError(f"chip {chip.name} must offer collectives for {place.world} ranks, but has none; use 1 rank")
+    return "gloo"  # a run of one never talks to anybody
+
+
+def _peak(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> tuple[float, Any]:
+    """FLOP/s of all ranks that MFU is reckoned against, and where the figure comes from."""
+    dtype, world = recipe.precision.compute, mesh.plan.degrees.world
+    if cluster is not None:
+        return cluster.chip.peak[dtype] * world, "measured by danlu probe" if cluster.chip.measured else "data sheet"
+    # All ranks at once, as they will train: on a CPU they share memory and clock.
+    peak = torch.tensor(matmul_peak(mesh.device, DTYPES[dtype], PEAK_SECONDS), dtype=torch.float64, device=mesh.device)
+    if world > 1:
+        dist.all_reduce(peak)
+    return float(peak), "measured at start"
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Turn the first interrupt or termination into a wish to stop after the step; a second one ends at once."""
+    asked: list[int] = []
+
+    def ask(number: int, _frame: Any) -> None:
+        asked.append(number)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
