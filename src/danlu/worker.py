@@ -107,10 +107,11 @@ def _peak(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> tuple[float, A
     dtype, world = recipe.precision.compute, mesh.plan.degrees.world
     if cluster is not None:
         return cluster.chip.peak[dtype] * world, "measured by danlu probe" if cluster.chip.measured else "data sheet"
-    # All ranks at once, as they will train: on a CPU they share memory and clock.
-    peak = torch.tensor(matmul_peak(mesh.device, DTYPES[dtype], PEAK_SECONDS), dtype=torch.float64, device=mesh.device)
-    if world > 1:
-        dist.all_reduce(peak)
+    # All ranks at once, as they will train: on a CPU they share memory, clock and, if they are many, cores.
+    dist.barrier()
+    rate = matmul_peak(mesh.device, DTYPES[dtype], PEAK_SECONDS, pieces=1)
+    peak = torch.tensor(rate, dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(peak)
     return float(peak), "measured at start"
 
 

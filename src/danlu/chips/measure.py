@@ -33,12 +33,13 @@ class MeasureError(Exception):
     """Something could not be measured; the message says why."""
 
 
-def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """FLOP/s of square matrix products: the best quarter of half of `seconds` at the best size.
+def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5, pieces: int = 4) -> float:
+    """FLOP/s of square matrix products: the best of `pieces` of half of `seconds`, at the best size.
 
     Uses the threads the caller has set. The other half finds the size: they grow while one product still
     fits, so that a type the device only emulates costs no more time than one it is made for. Other work on
-    the machine only ever lowers a rate, hence the best quarter and not the mean.
+    the machine only ever lowers a rate, hence the best piece and not the mean; a caller whose ranks are that
+    other work, more of them than cores, wants the mean: one piece.
     """
     best, best_side = 0.0, _SIDES[0]
     deadline = time.perf_counter() + seconds / 2
@@ -49,7 +50,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) 
         next_product = 2 * (2 * side) ** 3 / rate
         if time.perf_counter() + 2 * next_product > deadline:
             break
-    return max(_matmul_rate(device, dtype, best_side, seconds / 8) for _ in range(4))
+    return max(_matmul_rate(device, dtype, best_side, seconds / 2 / pieces) for _ in range(pieces))
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, side: int, seconds: float) -> float:

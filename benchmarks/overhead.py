@@ -1,0 +1,196 @@
+"""What Danlu's own loop costs: tokens/s against FSDP2 written bare, the same model on two ranks, in one run.
+
+    python benchmarks/overhead.py [--quick]
+
+Both live in the same processes and take turns of a few steps, so that noise of the machine hits both alike.
+Exits non-zero if the ratio is below the bar, eager or compiled. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+BAR = 0.98
+STEPS_A_TURN = 2
+WARM_UP = 2
+RANKS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer turns, for CI")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rank_main(arguments.rank, arguments.port, arguments.folder, turns=10 if arguments.quick else 30)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        results = start_ranks(Path(folder), arguments.quick)
+    for mode, result in results.items():
+        print(
+            f"{mode:9} bare {result['bare']:7.0f} tokens/s, danlu {result['danlu']:7.0f} tokens/s, ratio "
+            f"{result['ratio']:.3f} (middle half of {result['turns']} turns {result['low']:.3f}–{result['high']:.3f})"
+        )
+    passed = all(result["ratio"] >= BAR for result in results.values())
+    print(json.dumps({"benchmark": "overhead", "bar": BAR, "passed": passed, **results}))
+    sys.exit(0 if passed else 1)
+
+
+def start_ranks(folder: Path, quick: bool) -> dict[str, dict[str, float]]:
+    from danlu.storage.build import build
+    from danlu.storage.tokenizer import BytesTokenizer
+
+    build(["python-stdlib"], folder / "shards", BytesTokenizer())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--port", str(port), "--folder", str(folder), *(["--quick"] if quick else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(RANKS)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        sys.exit(f"ranks ended with exit codes {codes}")
+    return json.loads((folder / "results.json").read_text())
+
+
+def rank_main(rank: int, port: int, folder: Path, turns: int) -> None:
+    import torch
+
+    from danlu.comm.join import Place, join, leave, meet
+    from danlu.comm.mesh import build_mesh
+    from danlu.spec.plan import fully_sharded
+
+    torch.set_num_threads(1)
+    place = Place(rank=rank, world=RANKS, local_rank=rank, store=f"127.0.0.1:{port}")
+    join(place, "gloo", meet(place))
+    results = {}
+    for mode in ("eager", "compiled"):
+        plan = fully_sharded(RANKS).model_copy(update={"compile": mode == "compiled"})
+        mesh = build_mesh(plan, torch.device("cpu"), rank, None, experts=False)
+        recipe = make_recipe(folder, steps=WARM_UP + turns * STEPS_A_TURN)
+        contenders = {"bare": bare(recipe, plan, mesh), "danlu": danlu(recipe, plan, mesh, folder / mode)}
+        results[mode] = compete(contenders, turns, recipe.batch.tokens, rank)
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    leave()
+
+
+def make_recipe(folder, steps):
+    """14 M parameters; 2,048 tokens a step."""
+    from danlu.spec.model import Model
+    from danlu.spec.recipe import Batch, Data, Recipe, Schedule
+
+    model = Model(vocabulary=264, layers=8, width=384, heads=6, mlp_width=1024, sequence=256)
+    return Recipe(
+        name="overhead",
+        steps=steps,
+        model=model,
+        data=Data(shards=str(folder / "shards")),
+        batch=Batch(sequences=8, length=256),
+        schedule=Schedule(kind="constant"),
+    )
+
+
+def bare(recipe, plan, mesh) -> Callable[[int], None]:
+    """FSDP2 as its tutorial writes it: shard every block, then the root; AdamW, clipping, the loss read every step."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch.distributed.fsdp import fully_shard
+
+    from danlu.framework.transformer import Decoder
+    from danlu.storage.tokens import Dataset, TokenShards
+
+    torch.manual_seed(0)
+    model = Decoder(recipe.model)
+    for layer, block in model.blocks.items():
+        if plan.compile:
+            model.blocks[layer] = block = torch.compile(block)
+        fully_shard(block, mesh=mesh.parameters)
+    fully_shard(model.embed, mesh=mesh.parameters)
+    fully_shard(model.head, mesh=mesh.parameters)
+    fully_shard(model, mesh=mesh.parameters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data = Dataset(TokenShards.open(Path(recipe.data.shards)), recipe.batch.length, recipe.seed)
+    share = recipe.batch.sequences // RANKS
+    cursor = 0
+
+    def steps(count: int) -> None:
+        nonlocal cursor
+        for _ in range(count):
+            first = cursor + mesh.rank * share
+            rows = torch.from_numpy(data.at(np.arange(first, first + share)))
+            scores = model(rows[:, :-1])
+            loss = F.cross_entropy(scores.flatten(0, 1).float(), rows[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+            cursor += recipe.batch.sequences
+
+    return steps
+
+
+def danlu(recipe, plan, mesh, folder: Path) -> Callable[[int], None]:
+    """The whole loop as `danlu train` runs it: global loss and norm, journal, TensorBoard, the wish to stop."""
+    from danlu.chips.registry import find
+    from danlu.framework.build import build
+    from danlu.framework.feed import Feed
+    from danlu.framework.journal import Journal
+    from danlu.framework.loop import train
+    from danlu.spec.run import RunFolder
+    from danlu.storage.tokens import Dataset, TokenShards
+
+    state, forward_backward = build(recipe, plan, mesh)
+    shards = TokenShards.open(Path(recipe.data.shards))
+    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, mesh)
+    if mesh.rank == 0:
+        folder.mkdir()
+    write = Journal(RunFolder(folder)).write if mesh.rank == 0 else (lambda event: None)
+    memory_peak = find("cpu").runtime.memory_peak
+
+    def steps(count: int) -> None:
+        until = state.step + count
+        train(
+            recipe, state, forward_backward, feed, mesh, memory_peak, write,
+            maybe_save=lambda state, last: None, stop=lambda: state.step + 1 >= until,
+        )  # fmt: skip
+
+    return steps
+
+
+def compete(contenders, turns: int, tokens: int, rank: int) -> dict[str, float]:
+    """Take turns; the ratio is the median of the turns' ratios."""
+    import torch.distributed as dist
+    from rich.progress import track
+
+    for steps in contenders.values():
+        steps(WARM_UP)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in track(range(turns), description="turns", disable=rank != 0 or not sys.stdout.isatty()):
+        # Whoever comes first in a turn comes second in the next.
+        for name in sorted(contenders, reverse=bool(turn % 2)):
+            dist.barrier()
+            started = time.perf_counter()
+            contenders[name](STEPS_A_TURN)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - started)
+    ratios = sorted(b / d for b, d in zip(seconds["bare"], seconds["danlu"], strict=True))
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    speed = {name: tokens * STEPS_A_TURN / statistics.median(taken) for name, taken in seconds.items()}
+    return speed | {"ratio": ratio, "low": low, "high": high, "turns": turns}
+
+
+if __name__ == "__main__":
+    main()
