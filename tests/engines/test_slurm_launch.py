@@ -12,6 +12,7 @@ from slurm_lab import NODES, SWITCHES, SlurmLab
 
 from danlu.scheduler import JobStatus, SlurmJob, expand, read_ranks, render
 from danlu.scheduler import slurm as commands
+from danlu.spec import Ended, RunFolder, Started, StepReport
 
 TELL = """\
 import json, os, sys
@@ -89,7 +90,7 @@ def test_ranks_follow_the_topology(cluster: SlurmLab, run: Path) -> None:
     ranks = read_ranks(run)
     assert (ranks.job, ranks.restart, list(ranks.nodes)) == (job, 0, nodes)
     assert ranks.store.startswith("127.0.0.1:")
-    assert "follow the topology: 2 leaf switches" in logs(run)
+    assert "follow the topology; leaf switches: 2" in logs(run)
 
 
 def test_a_task_knows_the_processors_it_was_given(cluster: SlurmLab, run: Path) -> None:
@@ -131,7 +132,61 @@ def test_a_job_can_be_cancelled(cluster: SlurmLab, run: Path) -> None:
     assert status.outcome != 0
 
 
+RECIPE = """\
+name = "tiny"
+steps = 5
+model = { base = "tiny-llama", vocabulary = 264 }
+data = { shards = "shards", source = ["text.txt"], tokenizer = "bytes" }
+batch = { sequences = 8, length = 64 }
+"""
+
+
+@pytest.fixture
+def desk(cluster: SlurmLab, tmp_path: Path) -> Path:
+    """The folder of a user with a recipe and a text to train on."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}, and not {n + n}.\n" for n in range(2000)))
+    return tmp_path
+
+
 def danlu(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "danlu", *arguments], cwd=folder, capture_output=True, text=True, timeout=400
+    command = [sys.executable, "-m", "danlu", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+
+
+def losses(run: RunFolder) -> list[float]:
+    return [event.loss for event in run.read_events() if isinstance(event, StepReport)]
+
+
+def test_two_nodes_train_as_one_machine_does(desk: Path) -> None:
+    launched = danlu(
+        *("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--ranks-per-node", "2"),
+        *("--name", "queued", "--wait"),
+        folder=desk,
     )
+    queued = RunFolder(desk / "runs" / "queued")
+    assert launched.returncode == 0, launched.stdout + launched.stderr + logs(queued.path)
+    local = danlu("train", "recipe.toml", "--nproc", "4", "--name", "local", folder=desk)
+    assert local.returncode == 0, local.stdout + local.stderr
+    events = list(queued.read_events())
+    assert isinstance(events[0], Started) and events[0].world == 4
+    assert [event.step for event in events if isinstance(event, StepReport)] == [1, 2, 3, 4, 5]
+    assert isinstance(events[-1], Ended) and events[-1].outcome == "finished"
+    assert losses(queued) == pytest.approx(losses(RunFolder(desk / "runs" / "local")), abs=1e-5)
+    assert {f"rank-{rank}.log" for rank in range(4)} <= {file.name for file in queued.logs.iterdir()}
+
+
+def test_slurms_own_words_reach_the_user(desk: Path) -> None:
+    refused = danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--partition", "nowhere", folder=desk)
+    assert refused.returncode == 2
+    assert "invalid partition specified: nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_dry_run_submits_and_writes_nothing(desk: Path, cluster: SlurmLab) -> None:
+    before = sorted(path.name for path in desk.iterdir())
+    shown = danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--dry-run", folder=desk)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
+    assert sorted(path.name for path in desk.iterdir()) == before
+    assert "tiny" not in cluster.run("squeue", "--noheader", "--states=all", "--format=%j").split()

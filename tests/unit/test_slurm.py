@@ -14,7 +14,7 @@ from rich.console import Console
 
 from danlu import scheduler
 from danlu.cli.follow import follow
-from danlu.cli.slurm_task import current_ranks, ranks_of, task_of
+from danlu.cli.slurm_task import current_ranks, ranks_of, slurm_failed, task_of
 from danlu.report.live import Live
 from danlu.scheduler import (
     JobStatus,
@@ -36,7 +36,7 @@ from danlu.scheduler import (
     write_ranks,
 )
 from danlu.scheduler.slurm import run_command
-from danlu.spec import Chip, Cluster, Degrees, Level, Plan, RunFolder
+from danlu.spec import Chip, Cluster, Degrees, Ended, Level, Plan, RunFolder, StepReport
 
 JOB = SlurmJob(
     name="first run",
@@ -164,7 +164,7 @@ class TestScript:
         assert "#SBATCH --output='/data/50%%/runs/first run/logs/job.log'\n" in script
         assert "\ncd '/users/a b'\n" in script
         assert "/venv/python -m danlu slurm-ranks '/data/50%/runs/first run'\n" in script
-        assert "/venv/python -m danlu slurm-task '/data/50%/runs/first run'\n" in script
+        assert "/venv/python -m danlu slurm-task '/data/50%/runs/first run' || code=$?\n" in script
         assert "--ntasks=8" in script
 
     def test_it_is_a_script(self) -> None:
@@ -372,6 +372,23 @@ class TestRanks:
         assert (ranks.job, ranks.restart, ranks.nodes, ranks.tasks_per_node) == (7, 0, nodes, 4)
         assert ranks.store.startswith("10.0.0.2:2") and remark in ranks.remark
 
+    def test_a_failure_is_written_behind_the_last_step(self, tmp_path: Path) -> None:
+        run = RunFolder(tmp_path)
+        figures = {
+            "time": 1.0,
+            "loss": 2.0,
+            "norm": 1.0,
+            "learning_rate": 0.1,
+            "tokens": 1,
+            "seconds": 1.0,
+            "memory": 1,
+        }
+        run.events.write_text("".join(StepReport(step=step, **figures).model_dump_json() + "\n" for step in (1, 2)))
+        slurm_failed(tmp_path, 3)
+        *_, end = run.read_events()
+        assert isinstance(end, Ended) and (end.step, end.outcome) == (2, "failed")
+        assert "exit code 3" in end.message
+
     def test_a_port_in_use_is_passed_over(self) -> None:
         with socket.socket() as holder:
             port = free_port(job=123)
@@ -446,5 +463,5 @@ class TestFollow:
 
 
 def test_the_room_loads_without_torch() -> None:
-    code = "import sys, danlu.scheduler, danlu.cli.slurm_task; assert 'torch' not in sys.modules"
+    code = "import sys, danlu.scheduler, danlu.cli.slurm_task, danlu.cli.launch; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -15,7 +15,7 @@ from danlu.cli.probe import probe
 from danlu.cli.runs import runs
 from danlu.cli.schema import schema
 from danlu.cli.show import show
-from danlu.cli.slurm_task import slurm_ranks, slurm_task
+from danlu.cli.slurm_task import slurm_failed, slurm_ranks, slurm_task
 from danlu.cli.train import train
 from danlu.cli.worker import worker
 from danlu.spec import SpecError
@@ -58,6 +58,7 @@ app.command()(schema)
 app.command(hidden=True)(worker)
 app.command("slurm-ranks", hidden=True)(slurm_ranks)
 app.command("slurm-task", hidden=True)(slurm_task)
+app.command("slurm-failed", hidden=True)(slurm_failed)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.text import Text
 
-from danlu.report.live import Live, summary
+from danlu.report import Live, summary, write_page
 from danlu.scheduler import JobStatus, SlurmError
 from danlu.spec import RunFolder
 
@@ -36,6 +36,7 @@ def follow(
             sleep(_LOOK_EVERY)
     if run.events.exists():
         console.print(summary(run))
+        console.print(f"page: {write_page(run)}", soft_wrap=True, markup=False)
     if status.outcome:
         _tell_failure(status, run, console)
     return status.outcome

@@ -1,5 +1,6 @@
 """`danlu launch`: hand a run to the machine's own scheduler."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -9,8 +10,8 @@ from rich.console import Console
 
 from danlu import scheduler
 from danlu.cli.follow import follow
-from danlu.cli.prepare import prepare_run
-from danlu.report.live import Live
+from danlu.cli.prepare import choose_folder, prepare_run
+from danlu.report import Live
 from danlu.scheduler import SlurmError, SlurmJob
 from danlu.scheduler.job import check_option
 from danlu.spec import RunFolder, load_cluster, load_plan
@@ -60,39 +61,51 @@ def launch(
 ) -> None:
     """Start a run on a cluster, through its scheduler, with ranks in the order of its network."""
     ranks = _fitting_ranks(nodes, ranks_per_node, plan, cluster)
-    checked = check_all(recipe, plan, cluster, default=fully_sharded(nodes * ranks))
-    run = RunFolder(Path("runs").absolute() / (name or checked.recipe.name))
-    job = SlurmJob(
-        name=run.name,
-        folder=str(Path.cwd()),
-        run=str(run.path),
-        python=sys.executable,
-        nodes=nodes,
-        tasks_per_node=ranks,
-        time=time,
-        partition=partition,
-        account=account,
-        extra=tuple(sbatch or ()),
-    )
-    if dry_run:
-        typer.echo(scheduler.render(job), nl=False)
-        return
     try:
-        scheduler.check_installed()
-        prepare_run(recipe, plan, cluster, name, nodes * ranks)
-        code = _submit(job, run, wait)
+        if not dry_run:
+            scheduler.check_installed()
+        prepare = _pretend_to_prepare if dry_run else prepare_run
+        run = prepare(recipe, plan, cluster, name, nodes * ranks)
+        job = SlurmJob(
+            name=run.name,
+            folder=str(Path.cwd()),
+            run=str(run.path),
+            python=sys.executable,
+            nodes=nodes,
+            tasks_per_node=ranks,
+            time=time,
+            partition=partition,
+            account=account,
+            extra=tuple(sbatch or ()),
+        )
+        if dry_run:
+            typer.echo(scheduler.render(job), nl=False)
+        else:
+            raise typer.Exit(_submit(job, run, wait))
     except SlurmError as error:
         _fail(str(error))
-    raise typer.Exit(code)
+
+
+def _pretend_to_prepare(
+    recipe: Path, plan: Path | None, cluster: str | None, name: str | None, world: int
+) -> RunFolder:
+    """The folder `prepare_run` would write, with the files checked as it does."""
+    checked = check_all(recipe, plan, cluster, default=fully_sharded(world))
+    return choose_folder(name, checked.recipe.name)
 
 
 def _submit(job: SlurmJob, run: RunFolder, wait: bool) -> int:
     """Write the script into the run's folder, hand it over, say what the user can do next, and wait if asked to."""
     console = Console(highlight=False, soft_wrap=True)
+    run.logs.mkdir(exist_ok=True)
     script = run.path / "job.sbatch"
     script.write_text(scheduler.render(job))
     live = Live(run, console)  # before the job starts: what the events hold by now is history
-    number = scheduler.submit(script)
+    try:
+        number = scheduler.submit(script)
+    except SlurmError as error:
+        shutil.rmtree(run.path)  # made a moment ago: the name is free for the next try
+        raise SlurmError(f"{error}\nNothing was started; {run.path} was removed again.") from None
     console.print(f"job {number}: {job.nodes} nodes × {job.tasks_per_node} ranks, run {run.path}", markup=False)
     console.print(f"watch: squeue -j {number}, danlu show {run.path}; cancel: scancel {number}", markup=False)
     if not wait:

@@ -15,8 +15,8 @@ import typer
 
 from danlu import scheduler
 from danlu.scheduler import Ranks, SlurmError
+from danlu.spec import Ended, RunFolder, StepReport
 from danlu.spec.description import Description
-from danlu.spec.run import RunFolder
 
 _PATIENCE = 120.0
 """Seconds to wait for this start's ranks.json: a network file system may show the old one for a minute."""
@@ -61,6 +61,18 @@ def slurm_task(run: RunArgument) -> None:
     command = [sys.executable, "-m", "danlu", "worker", str(run)]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     os.execve(sys.executable, command, environment)
+
+
+def slurm_failed(
+    run: RunArgument,
+    code: Annotated[int, typer.Argument(metavar="CODE", help="Exit code of srun.", show_default=False)],
+) -> None:
+    """Write down that the job's tasks have failed: the ranks themselves may not have come to it."""
+    folder = RunFolder(run)
+    step = max((event.step for event in folder.read_events() if isinstance(event, StepReport)), default=0)
+    message = f"job {os.environ.get('SLURM_JOB_ID', 'unknown')} failed with exit code {code}: see {folder.logs}"
+    with folder.events.open("a") as events:
+        events.write(Ended(time=time.time(), step=step, outcome="failed", message=message).model_dump_json() + "\n")
 
 
 def ranks_of(environment: Mapping[str, str]) -> Ranks:

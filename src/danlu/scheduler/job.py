@@ -75,11 +75,11 @@ def render(job: SlurmJob) -> str:
     output = shlex.quote(_log(job, "node-%N.log"))
     # From 22.05 on srun no longer inherits the job's --cpus-per-task: it is repeated when it was given.
     srun = [
-        "exec srun --mpi=none --kill-on-bad-exit=1",
+        "srun --mpi=none --kill-on-bad-exit=1",
         f"--output={output} --open-mode=append",
         f"--nodes={job.nodes} --ntasks={job.world} --ntasks-per-node={job.tasks_per_node}",
         "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}",
-        f"{python} -m danlu slurm-task {run}",
+        f"{python} -m danlu slurm-task {run} || code=$?",
     ]
     lines = [
         "#!/bin/bash",
@@ -88,7 +88,10 @@ def render(job: SlurmJob) -> str:
         f"cd {shlex.quote(job.folder)}",
         "# Once, here on the batch host: which node holds which ranks, and where they meet.",
         f"{python} -m danlu slurm-ranks {run}",
+        "code=0",
         " \\\n    ".join(srun),
+        f'[ "$code" -eq 0 ] || {python} -m danlu slurm-failed {run} "$code"',
+        'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 
