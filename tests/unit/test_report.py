@@ -1,100 +1,28 @@
-"""Runs as people see them: the page, the live line, the tables. Every event file here is written by the test."""
+"""The page of a run and its pictures. Every event file here is written by the test."""
 
-import io
 import json
 import math
 import re
-from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from made_runs import append, make_run, started, step
 
-from danlu.cli import main
-from danlu.report import Live, list_runs, summary, write_page
+from danlu.report import write_page
 from danlu.report.chart import Curve, Marks, decades, draw, smoothed, thin, ticks
 from danlu.report.picture import elided, grid_of, stage_rank
 from danlu.report.story import Story, read_story
 from danlu.report.wording import MISSING, count, duration, flops, loss, percent, rate, size, sparkline
-from danlu.spec import (
-    Chip,
-    Cluster,
-    Degrees,
-    Ended,
-    Event,
-    Level,
-    Model,
-    Moe,
-    Pipeline,
-    Plan,
-    Recipe,
-    RunFolder,
-    Saved,
-    Started,
-    StepReport,
-    Warned,
-    toml,
-)
-from danlu.spec.recipe import Batch, Data
+from danlu.spec import Chip, Cluster, Degrees, Ended, Level, Pipeline, Plan, RunFolder, Saved, Warned
 
 VOID = {"meta", "br"}
 """Tags that HTML never closes; the pictures close theirs themselves."""
 
 
-def started(time: float = 1000.0, step: int = 0, steps: int = 5, **changes: object) -> Started:
-    values: dict[str, object] = {
-        "time": time,
-        "world": 8,
-        "chip": "test chip",
-        "parameters": 1_500_000,
-        "step": step,
-        "steps": steps,
-        "tokens_per_step": 1000,
-        "flops_per_token": 9e6,
-        "peak": 9e10,
-        "peak_source": "data sheet",
-        "baseline_loss": 4.5,
-    }
-    return Started.model_validate(values | changes)
-
-
-def step(number: int, *, loss: float | None = None, seconds: float = 0.5, **changes: object) -> StepReport:
-    values: dict[str, object] = {
-        "time": 1000.0 + number * seconds,
-        "step": number,
-        "loss": 2 + 4 / number if loss is None else loss,
-        "norm": 1.0,
-        "learning_rate": 3e-4,
-        "tokens": 1000,
-        "seconds": seconds,
-        "memory": 3 * 1024**3,
-    }
-    return StepReport.model_validate(values | changes)
-
-
-def line(event: Event) -> str:
-    return json.dumps(event.model_dump()) + "\n"
-
-
-def append(run: RunFolder, events: Iterable[Event]) -> None:
-    run.path.mkdir(parents=True, exist_ok=True)
-    with run.events.open("a") as file:
-        file.writelines(line(event) for event in events)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A run folder with recipe and plan, and nothing that happened yet."""
-    folder = RunFolder(tmp_path / "runs" / "first-run")
-    folder.path.mkdir(parents=True)
-    moe = Moe(experts=8, top_k=2, width=32)
-    model = Model(name="<tiny> & co", vocabulary=256, layers=6, width=64, heads=4, moe=moe)
-    recipe = Recipe(name="first", steps=5, model=model, data=Data(shards="s"), batch=Batch(sequences=10, length=100))
-    folder.recipe.write_text(toml.dumps(recipe))
-    plan = Plan(degrees=Degrees(pp=2, shard=2, tp=2), microbatches=4)
-    folder.plan.write_text(toml.dumps(plan))
-    return folder
+    return make_run(tmp_path / "runs" / "first-run")
 
 
 class Page(HTMLParser):
@@ -359,184 +287,3 @@ def test_figures_are_written_as_people_read_them() -> None:
     assert flops(2.496e15) == "2.5 PFLOP/s"
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
     assert sparkline([math.nan]) == ""
-
-
-# ---------------------------------------------------------------------------------------------- live
-
-
-def watched(run: RunFolder, *, terminal: bool, clock: list[float]) -> tuple[Live, io.StringIO]:
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
-    return Live(run, console, every=5.0, clock=lambda: clock[0]), output
-
-
-def test_the_live_line_reads_only_what_is_new_and_leaves_half_a_line(run: RunFolder) -> None:
-    live, output = watched(run, terminal=False, clock=[0.0])
-    live.update()
-    assert output.getvalue() == ""
-    append(run, [started()])
-    text = line(step(1))
-    with run.events.open("a") as file:
-        file.write(text[:30])
-        file.flush()
-        live.update()
-        assert live.story.last is None
-        file.write(text[30:])
-    live.update()
-    assert live.story.step == 1
-    assert output.getvalue() == "step 1/5 (20%)  loss 6.0000  2k tokens/s  MFU 20.0 %  3.0 GiB  2.0 s left\n"
-
-
-def test_a_log_gets_the_first_line_the_last_and_few_between(run: RunFolder) -> None:
-    clock = [0.0]
-    live, output = watched(run, terminal=False, clock=clock)
-    append(run, [started(steps=100)])
-    for number in range(1, 101):
-        append(run, [step(number)])
-        live.update()
-        clock[0] += 0.5
-    append(run, [Ended(time=1050, step=100, outcome="finished")])
-    live.close()
-    lines = output.getvalue().splitlines()
-    assert [row.split("/")[0] for row in lines] == [f"step {n}" for n in (1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100)]
-    assert "↓" in lines[-1]
-    assert "left" in lines[-2]
-    assert "left" not in lines[-1]
-    assert all(character.isprintable() for row in lines for character in row)
-
-
-def test_warnings_are_printed_once_and_old_ones_not_again(run: RunFolder) -> None:
-    append(run, [started(), Warned(time=1000, rank=0, message="of the first start")])
-    live, output = watched(run, terminal=False, clock=[0.0])
-    again = Warned(time=1000, rank=2, message="[x] is slow")
-    append(run, [started(), again, again, step(1)])
-    live.update()
-    live.close()
-    assert output.getvalue().count("warning rank 2: [x] is slow\n") == 1
-    assert "of the first start" not in output.getvalue()
-
-
-def test_the_terminal_shows_a_bar_and_a_line(run: RunFolder) -> None:
-    with watched(run, terminal=True, clock=[0.0])[0] as live:
-        output = live._console.file
-        assert isinstance(output, io.StringIO)
-        live.update()
-        assert "waiting for the processes" in output.getvalue()
-        append(run, [started(), step(1), step(2), step(3, loss=9.0), step(4, loss=9.0)])
-        live.update()
-    shown = output.getvalue()
-    assert "4/5 (80%)" in shown
-    assert "0.5 s left" in shown
-    assert "loss 9.0000 ↑  2k tokens/s  MFU 20.0 %  3.0 GiB" in shown
-    assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
-
-
-# ---------------------------------------------------------------------------------------------- runs
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["danlu", *arguments])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert isinstance(ending.value.code, int)
-    return ending.value.code
-
-
-@pytest.fixture
-def runs(run: RunFolder) -> Path:
-    """A folder of four runs: unfinished, failed, one without events, and a folder that is no run."""
-    append(run, [started(), step(1), step(2)])
-    failed = RunFolder(run.path.parent / "second-run")
-    append(failed, [started(time=2000), step(1), Ended(time=2002, step=1, outcome="failed", message="why")])
-    failed.recipe.write_text(run.recipe.read_text())
-    empty = RunFolder(run.path.parent / "third-run")
-    empty.path.mkdir()
-    empty.recipe.write_text(run.recipe.read_text())
-    (run.path.parent / "notes").mkdir()
-    return run.path.parent
-
-
-def test_runs_are_listed_with_their_state(runs: Path) -> None:
-    listed = list_runs(runs)
-    assert [(summary.name, summary.state) for summary in listed] == [
-        ("second-run", "failed"),
-        ("first-run", "unfinished"),
-        ("third-run", "not started"),
-    ]
-    first = listed[1]
-    assert (first.step, first.steps, first.loss, first.tokens_per_second) == (2, 5, 4.0, 2000.0)
-    assert first.model == "<tiny> & co"
-    assert first.loss_curve == "█▁"
-    assert listed[0].message == "why"
-
-
-def test_the_runs_command_prints_a_table_and_json(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "runs", "--folder", str(runs)) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["run", "state", "model", "step", "loss", "tokens/s", "time", "started"]
-    assert re.search(r"first-run +unfinished, last event .* ago +<tiny> & co +2/5 +4\.0000 █▁ +2k +1\.0 s", rows[2])
-    assert command(monkeypatch, "runs", "--folder", str(runs), "--json") == 0
-    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["second-run", "first-run", "third-run"]
-
-
-def test_a_folder_without_runs_and_one_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "runs", "--folder", str(tmp_path)) == 0
-    assert "There are no runs" in capsys.readouterr().out
-    assert command(monkeypatch, "runs", "--folder", str(tmp_path / "nowhere")) == 2
-    assert "is not a folder" in capsys.readouterr().err
-
-
-def test_show_writes_the_page_and_says_why_it_is_not_opened(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "show", "first-run", "--folder", str(runs)) == 0
-    shown = capsys.readouterr().out
-    page = runs / "first-run" / "report.html"
-    assert page.exists()
-    assert "2 of 5" in shown
-    assert "not opened, because the output is not a terminal" in shown
-    assert command(monkeypatch, "show", str(runs / "second-run"), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["page"]) == ("failed", str(runs / "second-run" / "report.html"))
-
-
-@pytest.mark.parametrize(("display", "expected"), [(":0", True), ("", False)])
-def test_show_opens_the_page_where_there_is_a_display(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], display: str, expected: bool
-) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    for name in ("WAYLAND_DISPLAY", "BROWSER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DISPLAY", display)
-    monkeypatch.setattr("webbrowser.get", lambda: None)
-    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
-    assert command(monkeypatch, "show", "first-run", "--folder", str(runs)) == 0
-    page = (runs / "first-run" / "report.html").resolve().as_uri()
-    assert opened == ([page] if expected else [])
-    assert ("there is no display" in capsys.readouterr().out) is not expected
-
-
-def test_a_wrong_name_is_answered_with_the_nearest(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "show", "frist-run", "--folder", str(runs)) == 2
-    error = capsys.readouterr().err
-    assert '"frist-run" is not a run' in error
-    assert "did you mean `first-run`?" in error
-
-
-def test_the_summary_names_the_page_and_what_the_loss_means(run: RunFolder) -> None:
-    append(run, [started(), *(step(n) for n in range(1, 6)), Ended(time=1003, step=5, outcome="finished")])
-    write_page(run)
-    output = io.StringIO()
-    Console(file=output, width=200).print(summary(run))
-    shown = output.getvalue()
-    assert "2.8000, 1.70 below a unigram model (4.50)" in shown
-    assert "20.0 % of 90 GFLOP/s, data sheet" in shown
-    assert str(run.report) in shown
