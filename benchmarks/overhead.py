@@ -18,6 +18,29 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.progress import track
+from torch.distributed.fsdp import fully_shard
+
+from danlu.chips.registry import find
+from danlu.comm.join import Place, join, leave, meet
+from danlu.comm.mesh import Mesh, build_mesh
+from danlu.framework.build import build as build_run
+from danlu.framework.feed import Feed
+from danlu.framework.journal import Journal
+from danlu.framework.loop import train
+from danlu.framework.transformer import Decoder
+from danlu.spec.model import Model
+from danlu.spec.plan import Plan, fully_sharded
+from danlu.spec.recipe import Batch, Data, Recipe, Schedule
+from danlu.spec.run import RunFolder
+from danlu.storage.build import build as build_shards
+from danlu.storage.tokenizer import BytesTokenizer
+from danlu.storage.tokens import Dataset, TokenShards
+
 BAR = 0.98
 STEPS_A_TURN = 2
 WARM_UP = 2
@@ -47,10 +70,7 @@ def main() -> None:
 
 
 def start_ranks(folder: Path, quick: bool) -> dict[str, dict[str, float]]:
-    from danlu.storage.build import build
-    from danlu.storage.tokenizer import BytesTokenizer
-
-    build(["python-stdlib"], folder / "shards", BytesTokenizer())
+    build_shards(["python-stdlib"], folder / "shards", BytesTokenizer())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,12 +84,6 @@ def start_ranks(folder: Path, quick: bool) -> dict[str, dict[str, float]]:
 
 
 def rank_main(rank: int, port: int, folder: Path, turns: int) -> None:
-    import torch
-
-    from danlu.comm.join import Place, join, leave, meet
-    from danlu.comm.mesh import build_mesh
-    from danlu.spec.plan import fully_sharded
-
     torch.set_num_threads(1)
     place = Place(rank=rank, world=RANKS, local_rank=rank, store=f"127.0.0.1:{port}")
     join(place, "gloo", meet(place))
@@ -85,11 +99,8 @@ def rank_main(rank: int, port: int, folder: Path, turns: int) -> None:
     leave()
 
 
-def make_recipe(folder, steps):
+def make_recipe(folder: Path, steps: int) -> Recipe:
     """14 M parameters; 2,048 tokens a step."""
-    from danlu.spec.model import Model
-    from danlu.spec.recipe import Batch, Data, Recipe, Schedule
-
     model = Model(vocabulary=264, layers=8, width=384, heads=6, mlp_width=1024, sequence=256)
     return Recipe(
         name="overhead",
@@ -101,16 +112,8 @@ def make_recipe(folder, steps):
     )
 
 
-def bare(recipe, plan, mesh) -> Callable[[int], None]:
+def bare(recipe: Recipe, plan: Plan, mesh: Mesh) -> Callable[[int], None]:
     """FSDP2 as its tutorial writes it: shard every block, then the root; AdamW, clipping, the loss read every step."""
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-    from torch.distributed.fsdp import fully_shard
-
-    from danlu.framework.transformer import Decoder
-    from danlu.storage.tokens import Dataset, TokenShards
-
     torch.manual_seed(0)
     model = Decoder(recipe.model)
     for layer, block in model.blocks.items():
@@ -142,17 +145,9 @@ def bare(recipe, plan, mesh) -> Callable[[int], None]:
     return steps
 
 
-def danlu(recipe, plan, mesh, folder: Path) -> Callable[[int], None]:
+def danlu(recipe: Recipe, plan: Plan, mesh: Mesh, folder: Path) -> Callable[[int], None]:
     """The whole loop as `danlu train` runs it: global loss and norm, journal, TensorBoard, the wish to stop."""
-    from danlu.chips.registry import find
-    from danlu.framework.build import build
-    from danlu.framework.feed import Feed
-    from danlu.framework.journal import Journal
-    from danlu.framework.loop import train
-    from danlu.spec.run import RunFolder
-    from danlu.storage.tokens import Dataset, TokenShards
-
-    state, forward_backward = build(recipe, plan, mesh)
+    state, forward_backward = build_run(recipe, plan, mesh)
     shards = TokenShards.open(Path(recipe.data.shards))
     feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, mesh)
     if mesh.rank == 0:
@@ -170,11 +165,8 @@ def danlu(recipe, plan, mesh, folder: Path) -> Callable[[int], None]:
     return steps
 
 
-def compete(contenders, turns: int, tokens: int, rank: int) -> dict[str, float]:
+def compete(contenders: dict[str, Callable[[int], None]], turns: int, tokens: int, rank: int) -> dict[str, float]:
     """Take turns; the ratio is the median of the turns' ratios."""
-    import torch.distributed as dist
-    from rich.progress import track
-
     for steps in contenders.values():
         steps(WARM_UP)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

@@ -84,7 +84,9 @@ def _train(
     write(Ended(time=time.time(), step=state.step, outcome=outcome))
 
 
-def _save(recipe: Recipe, checkpoints: Checkpoints, write: Callable[[Event], None], state: TrainState, last: bool) -> None:
+def _save(
+    recipe: Recipe, checkpoints: Checkpoints, write: Callable[[Event], None], state: TrainState, last: bool
+) -> None:
     """Save when it is time to: every so many steps, and when the run ends or is stopped."""
     every = recipe.checkpoint.every
     if last or (every and state.step % every == 0):

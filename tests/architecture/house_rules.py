@@ -32,7 +32,11 @@ _PICKLING_CALLS = {
     # The metadata file of these is a pickle.
     "torch.distributed.checkpoint.FileSystemReader",
     "torch.distributed.checkpoint.FileSystemWriter",
+    "torch.distributed.checkpoint.filesystem.FileSystemReader",
+    "torch.distributed.checkpoint.filesystem.FileSystemWriter",
 }
+PICKLES_BEHIND_THE_SEAM = Path("src/danlu/storage/checkpoint.py")
+"""The one file that may use PyTorch's own checkpoint files, until Danlu has a format of its own."""
 _BROAD = {"Exception", "BaseException"}
 _LOCAL_PATH = re.compile(r"(?<![\w.~}$)-])/(?:root|work|home)/")
 _REGISTRY = re.compile(

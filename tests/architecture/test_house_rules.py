@@ -84,8 +84,12 @@ def test_use_of_the_environment_is_caught(text: str) -> None:
     assert house_rules.environment_access(text)
 
 
-def test_nothing_pickles() -> None:
-    assert breaches(source_files(), house_rules.pickling) == []
+def test_nothing_pickles_but_the_checkpoint_files_of_pytorch() -> None:
+    files = [file for file in source_files() if not file.match(str(house_rules.PICKLES_BEHIND_THE_SEAM))]
+    assert breaches(files, house_rules.pickling) == []
+    behind = breaches([ROOT / house_rules.PICKLES_BEHIND_THE_SEAM], house_rules.pickling)
+    assert all("FileSystem" in breach for breach in behind)
+    assert behind, "the seam no longer pickles: take its exception out of house_rules.py"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,7 @@ def test_nothing_pickles() -> None:
         "from torch import load",
         "import torch.distributed as dist\ndist.all_gather_object(out, x)",
         "from torch.distributed.checkpoint import FileSystemReader",
+        "from torch.distributed.checkpoint.filesystem import FileSystemWriter",
         "import numpy as np\nnp.load(path, allow_pickle=True)",
         "import numpy as np\nnp.load(path, allow_pickle=trusted)",
     ],

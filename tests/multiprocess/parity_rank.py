@@ -11,35 +11,17 @@ import torch
 import torch.distributed as dist
 from layouts import LAYOUTS, STEPS, recipe
 from torch.distributed.tensor import DTensor
+from training import train_in_memory
 
 from danlu.comm.join import Place, join, leave, meet
-from danlu.comm.mesh import build_mesh
-from danlu.framework.build import build
-from danlu.framework.feed import Feed
-from danlu.framework.loop import train
 from danlu.framework.state import TrainState
 from danlu.spec.event import StepReport
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import Recipe
-from danlu.storage.tokens import Dataset, TokenShards
-
-
-def run(made: Recipe, plan: Plan, rank: int) -> tuple[list[StepReport], TrainState]:
-    """Train as the product does, with the reports kept in memory."""
-    mesh = build_mesh(plan, torch.device("cpu"), rank, None, experts=made.model.moe is not None)
-    state, forward_backward = build(made, plan, mesh)
-    shards = TokenShards.open(Path(made.data.shards))
-    feed = Feed(Dataset(shards, made.batch.length, made.seed), made.batch, mesh)
-    reports: list[StepReport] = []
-    train(made, state, forward_backward, feed, mesh, lambda: 0, reports.append, lambda state: None)
-    return reports, state
 
 
 def whole_parameters(state: TrainState) -> dict[str, torch.Tensor]:
     """Every parameter this rank has a part of, gathered."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in state.named_parameters()
-    }
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in state.named_parameters()}
 
 
 def main() -> None:
@@ -52,7 +34,7 @@ def main() -> None:
         references = {layout.reference: layout for layout in LAYOUTS}
         join(place, "gloo", store)
         for name, layout in references.items():
-            reports, state = run(recipe(layout.model, str(folder / "shards"), layout.changes), Plan(), rank)
+            reports, state = train_in_memory(recipe(layout.model, str(folder / "shards"), layout.changes), Plan(), rank)
             _write_reference(folder, name, reports, state)
         leave()
     for number, layout in enumerate(chosen):
@@ -60,7 +42,9 @@ def main() -> None:
         started = time.time()
         result: dict[str, object] = {"name": layout.name}
         try:
-            reports, state = run(recipe(layout.model, str(folder / "shards"), layout.changes), layout.plan, rank)
+            reports, state = train_in_memory(
+                recipe(layout.model, str(folder / "shards"), layout.changes), layout.plan, rank
+            )
             result |= _compare(folder, layout.reference, reports, state)
         except Exception:
             result["error"] = traceback.format_exc()
@@ -86,9 +70,7 @@ def _compare(folder: Path, name: str, reports: list[StepReport], state: TrainSta
         "norm": max(abs(r.norm - e) / abs(e) for r, e in zip(reports, expected["norm"], strict=True)),
     }
     with np.load(folder / f"{name}.npz") as arrays:
-        worst = max(
-            float(abs(value.numpy() - arrays[key]).max()) for key, value in whole_parameters(state).items()
-        )
+        worst = max(float(abs(value.numpy() - arrays[key]).max()) for key, value in whole_parameters(state).items())
     return deviations | {"parameters": worst}
 
 

@@ -56,7 +56,9 @@ class LocalRanks:
         return self._failed() if failed is None else failed
 
     def _failed(self) -> int | None:
-        return next((rank for rank, process in enumerate(self.processes) if process.poll()), None)
+        """The rank to blame: one ended by a signal before those that only lost their connection to it."""
+        failed = [rank for rank, process in enumerate(self.processes) if process.poll()]
+        return min(failed, key=lambda rank: (self.processes[rank].returncode > 0, rank), default=None)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.processes:

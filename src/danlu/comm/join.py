@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -19,17 +20,15 @@ class Place:
     """`host:port` of the meeting point that rank 0 opens; not needed by a run of one."""
 
 
-def meet(place: Place, timeout: timedelta = timedelta(minutes=10)) -> dist.Store:
+def meet(place: Place, timeout: timedelta = timedelta(minutes=10)) -> Store:
     """The store through which the ranks of a run find each other; rank 0 opens it."""
     if place.world == 1:
-        return dist.HashStore()
+        return HashStore()
     host, _, port = place.store.rpartition(":")
-    return dist.TCPStore(
-        host, int(port), place.world, is_master=place.rank == 0, timeout=timeout, wait_for_workers=False
-    )
+    return TCPStore(host, int(port), place.world, is_master=place.rank == 0, timeout=timeout, wait_for_workers=False)
 
 
-def join(place: Place, backend: str, store: dist.Store, timeout: timedelta = timedelta(minutes=10)) -> None:
+def join(place: Place, backend: str, store: Store, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Make this process a member of the world; returns when every rank has come."""
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
 
@@ -43,4 +42,3 @@ def leave() -> None:
     dist.destroy_process_group()
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-

@@ -84,7 +84,7 @@ def _mapped(axis: str, wanted: dict[str, int], degree: int, names: list[str], ro
     factors = [wanted.get(name, 1) for name in names]
     if prod(factors) != degree or set(wanted) - set(names):
         raise UnplaceableError(
-            f"`mapping.{axis}` must lie on levels {', '.join(names)} with a product of {degree}, but is {wanted} instead"
+            f"`mapping.{axis}` must lie on levels {', '.join(names)} with product {degree}, but is {wanted} instead"
         )
     for level, factor in enumerate(factors):
         if room[level] % factor:

@@ -38,7 +38,9 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along an axis."""
-        ranks, axes = (self.expert_ranks, EXPERT_AXES) if axis in ("ep", "expert_shard") else (self.dense_ranks, DENSE_AXES)
+        ranks, axes = (
+            (self.expert_ranks, EXPERT_AXES) if axis in ("ep", "expert_shard") else (self.dense_ranks, DENSE_AXES)
+        )
         return int(np.argwhere(ranks == self.rank)[0][axes.index(axis)])
 
     @property

@@ -13,4 +13,4 @@ def apply_compile(blocks: Iterable[nn.Module]) -> None:
     the hooks of FSDP stay outside the graph.
     """
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)

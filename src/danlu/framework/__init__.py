@@ -1,1 +1,1 @@
-"""framework."""
+"""Models, optimiser, precision and the training loop."""

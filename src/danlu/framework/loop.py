@@ -69,8 +69,9 @@ def train(
         skipped = 0 if commit else skipped + 1
         if skipped == SKIPS_IN_A_ROW:
             raise DivergedError(
-                f"loss {step.loss} and gradient norm {step.norm} must be finite, but were not for {skipped} steps up to "
-                f"step {state.step} on all ranks; lower `optimizer.learning_rate` or resume from a checkpoint before it"
+                f"loss {step.loss} and gradient norm {step.norm} must be finite, but were not for {skipped} steps "
+                f"up to step {state.step} on all ranks; lower `optimizer.learning_rate`, or resume from an "
+                "earlier checkpoint"
             )
         stopping = step.stop
         maybe_save(state, stopping or state.step == recipe.steps)

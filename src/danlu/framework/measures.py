@@ -25,7 +25,7 @@ class StepMeasures:
 
 
 def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int, stop: bool) -> StepMeasures:
-    """Add up the ranks' shares of loss and squared norm, and even the experts' load. Three small all-reduces at most."""
+    """Add up the ranks' shares of loss and squared norm, and even the experts' load: three small all-reduces."""
     imbalance, layers = _balance_experts(state, mesh)
     stage_ranks = mesh.plan.degrees.stage
     shares = torch.stack(

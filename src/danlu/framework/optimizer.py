@@ -5,6 +5,7 @@ from math import cos, pi
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from danlu.spec.recipe import Optimizer, Schedule
@@ -15,7 +16,7 @@ def build_optimizer(parts: Iterable[nn.Module], recipe: Optimizer) -> torch.opti
 
     Parameters are grouped by mesh as well: the fused kernel takes tensors of one mesh at a time.
     """
-    groups: dict[object, list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for part in parts:
         for parameter in part.parameters():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -23,7 +24,7 @@ def build_optimizer(parts: Iterable[nn.Module], recipe: Optimizer) -> torch.opti
     return torch.optim.AdamW(
         [
             {"params": parameters, "weight_decay": recipe.weight_decay if decays else 0.0}
-            for (decays, _), parameters in groups.items()  # type: ignore[misc]
+            for (decays, _), parameters in groups.items()
         ],
         lr=recipe.learning_rate,
         betas=(recipe.beta1, recipe.beta2),

@@ -148,7 +148,9 @@ class Decoder(nn.Module):
     not depend on the layout.
     """
 
-    def __init__(self, model: Model, layers: Iterable[int] | None = None, first: bool = True, last: bool = True) -> None:
+    def __init__(
+        self, model: Model, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
+    ) -> None:
         super().__init__()
         self.embed = Embed(model) if first else None
         self.blocks = nn.ModuleDict(

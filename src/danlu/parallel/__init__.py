@@ -1,1 +1,1 @@
-"""parallel."""
+"""Every parallel axis as a function that is applied to a model: `apply_tp`, `apply_cp`, `apply_ep`, …"""

@@ -46,7 +46,7 @@ class Pipeline:
         device: torch.device,
         group: ProcessGroup,
     ) -> None:
-        """`streams(stage)` gives meta tensors like the stage's input and output, so that ranks need not ask each other."""
+        """`streams(stage)` gives meta tensors like a stage's input and output: ranks need not ask each other."""
         made = [
             PipelineStage(part, stage, plan.stages, device, *streams(stage), group=group)
             for part, stage in zip(parts, stages, strict=True)

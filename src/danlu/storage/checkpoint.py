@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 _SCALARS = "state.json"
 _PARTIAL = ".partial"
@@ -47,7 +49,7 @@ class Checkpoints:
         if dist.get_rank() == 0 and partial.exists():
             shutil.rmtree(partial)  # what a run that died in the middle of saving left behind
         dist.barrier()
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(partial))
+        save(dict(tensors), storage_writer=FileSystemWriter(partial))
         if dist.get_rank() == 0:
             _write_durably(partial / _SCALARS, json.dumps(dict(scalars)))
             _sync(partial)
@@ -63,7 +65,7 @@ class Checkpoints:
         path = self._path(step)
         if not (path / _SCALARS).exists():
             raise CheckpointError(f"checkpoint {path} must be complete, but is not there; complete are {self.steps()}")
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path))
+        load(dict(tensors), storage_reader=FileSystemReader(path))
         scalars: dict[str, Any] = json.loads((path / _SCALARS).read_text())
         return scalars
 

@@ -1,0 +1,18 @@
+"""The corpus that the tests with real ranks train on."""
+
+from pathlib import Path
+
+import pytest
+
+from danlu.storage.build import build
+from danlu.storage.tokenizer import BytesTokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scratch folder with token shards of these tests' own source."""
+    folder = tmp_path_factory.mktemp("ranks")
+    text = folder / "text.txt"
+    text.write_text("".join(source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))))
+    build([str(text)], folder / "shards", BytesTokenizer())
+    return folder

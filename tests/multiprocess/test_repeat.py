@@ -1,0 +1,38 @@
+"""The same seed gives the same bits; a stopped run goes on as if it had not been stopped, at any layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from repeat_rank import STOPS
+
+RANK = Path(__file__).parent / "repeat_rank.py"
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, dict[str, list[str]]]:
+    run_ranks(RANK, 2, str(folder), seconds=300)
+    return json.loads((folder / "repeat.json").read_text())
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-moe"])
+def test_same_seed_twice_is_bit_identical(losses: dict[str, dict[str, list[str]]], model: str) -> None:
+    found = losses[model]
+    assert found["first"] == found["second"]
+    assert len(set(found["first"])) == len(found["first"])
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-moe"])
+def test_stopped_and_resumed_is_bit_identical(losses: dict[str, dict[str, list[str]]], model: str, stop: int) -> None:
+    assert losses[model][f"stopped at {stop}"] == losses[model]["first"]
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-moe"])
+def test_resumed_at_another_layout_differs_by_rounding_only(
+    losses: dict[str, dict[str, list[str]]], model: str
+) -> None:
+    whole = [float.fromhex(loss) for loss in losses[model]["first"]]
+    resumed = [float.fromhex(loss) for loss in losses[model]["resumed at 5 with tp"]]
+    assert resumed == pytest.approx(whole, rel=1e-5)

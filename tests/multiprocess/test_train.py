@@ -1,0 +1,129 @@
+"""`danlu train` as a user runs it: from recipe to page, stopped by an interrupt, resumed at another layout."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from danlu.spec import Ended, RunFolder, Started, StepReport
+
+RECIPE = """
+name = "small"
+steps = {steps}
+
+[model]
+base = "tiny-llama"
+vocabulary = 264
+
+[data]
+shards = "shards"
+
+[batch]
+sequences = 8
+length = 64
+
+[schedule]
+kind = "constant"
+
+[checkpoint]
+every = 4
+"""
+
+
+def danlu(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "danlu", *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder: Path, *arguments: str, code: int = 0) -> str:
+    process = danlu(folder, *arguments)
+    output = process.communicate(timeout=180)[0]
+    assert process.returncode == code, output
+    return output
+
+
+def losses(folder: Path, name: str) -> dict[int, float]:
+    events = RunFolder(folder / "runs" / name).read_events()
+    return {event.step: event.loss for event in events if isinstance(event, StepReport)}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[int, float]:
+    """An uninterrupted run on two ranks, looked at from outside."""
+    (folder / "small.toml").write_text(RECIPE.format(steps=12))
+    output = run(folder, "train", "small.toml", "--nproc", "2", "--name", "whole")
+    assert "no plan given: states sharded over all 2 ranks" in output
+    assert "step 12/12 (100%)" in output
+    return losses(folder, "whole")
+
+
+def test_run_folder_is_complete(folder: Path, whole: dict[int, float]) -> None:
+    made = RunFolder(folder / "runs" / "whole")
+    events = list(made.read_events())
+    assert isinstance(events[0], Started)
+    assert events[0].world == 2
+    assert events[0].peak > 1e9
+    assert events[0].baseline_loss is not None
+    assert isinstance(events[-1], Ended)
+    assert events[-1].outcome == "finished"
+    assert list(whole) == list(range(1, 13))
+    assert whole[12] < whole[1]
+    assert "<svg" in made.report.read_text()
+    assert any(made.tensorboard.iterdir())
+    assert [path.name for path in sorted(made.checkpoints.iterdir())] == ["step-00000008", "step-00000012"]
+
+
+def test_interrupt_saves_and_resume_goes_on(folder: Path, whole: dict[int, float]) -> None:
+    (folder / "long.toml").write_text(RECIPE.format(steps=10_000))
+    process = danlu(folder, "train", "long.toml", "--nproc", "2", "--name", "stopped")
+    deadline = time.monotonic() + 120
+    while len(losses(folder, "stopped")) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "stopped" in output
+    before = losses(folder, "stopped")
+    made = RunFolder(folder / "runs" / "stopped")
+    recipe = made.recipe.read_text()
+    made.recipe.write_text(recipe.replace("steps = 10000", f"steps = {len(before) + 3}"))
+    run(folder, "train", "--resume", "stopped", "--nproc", "1")
+    after = losses(folder, "stopped")
+    assert sorted(after) == list(range(1, len(before) + 4))
+    common = [step for step in after if step in whole]
+    assert [after[step] for step in common] == pytest.approx([whole[step] for step in common], rel=1e-5)
+
+
+def test_wrong_layout_is_refused_before_anything_starts(folder: Path, whole: dict[int, float]) -> None:
+    (folder / "plan.toml").write_text("[degrees]\ntp = 3\n")
+    output = run(folder, "train", "small.toml", "--plan", "plan.toml", "--name", "refused", code=2)
+    assert "plan.toml:2" in output
+    assert not (folder / "runs" / "refused").exists()
+
+
+def test_failure_names_the_rank(folder: Path, whole: dict[int, float]) -> None:
+    made = RunFolder(folder / "runs" / "broken")
+    process = danlu(folder, "train", "long.toml", "--nproc", "2", "--name", "broken")
+    deadline = time.monotonic() + 120
+    while len(losses(folder, "broken")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    victim = subprocess.run(
+        ["pgrep", "-f", f"{made.path}.*--rank 1"], capture_output=True, text=True, check=True
+    ).stdout.split()[0]
+    os.kill(int(victim), signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "rank 1 failed with exit code -9" in output
+    last = list(made.read_events())[-1]
+    assert isinstance(last, Ended)
+    assert last.outcome == "failed"
