@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -176,17 +177,58 @@ def test_two_nodes_train_as_one_machine_does(desk: Path) -> None:
     assert {f"rank-{rank}.log" for rank in range(4)} <= {file.name for file in queued.logs.iterdir()}
 
 
+def submitted(answer: "subprocess.CompletedProcess[str]") -> int:
+    assert answer.returncode == 0, answer.stderr
+    return int(answer.stdout.splitlines()[-2].removeprefix("job ").partition(":")[0])
+
+
+def test_a_requeued_run_goes_on_from_its_checkpoint(desk: Path, cluster: SlurmLab) -> None:
+    (desk / "recipe.toml").write_text(RECIPE.replace("steps = 5", "steps = 25") + "checkpoint = { every = 1 }\n")
+    job = submitted(danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", folder=desk))
+    run = RunFolder(desk / "runs" / "tiny")
+    deadline = time.monotonic() + 120
+    while len(losses(run)) < 3:
+        assert time.monotonic() < deadline, logs(run.path)
+        time.sleep(0.1)
+    cluster.run("scontrol", "requeue", str(job))
+    status = finished(job, seconds=240)
+    assert (status.state, status.restarts) == ("COMPLETED", 1), logs(run.path)
+    events = list(run.read_events())
+    first, second = (event for event in events if isinstance(event, Started))
+    assert first.step == 0 and 3 <= second.step < 25
+    again = events[events.index(second) :]
+    assert [event.step for event in again if isinstance(event, StepReport)] == list(range(second.step + 1, 26))
+    assert isinstance(events[-1], Ended) and events[-1].outcome == "finished"
+    assert read_ranks(run.path).restart == 1
+
+
+def test_a_run_whose_ranks_fail_is_recorded_as_failed(desk: Path, cluster: SlurmLab) -> None:
+    job = submitted(danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--sbatch=--hold", folder=desk))
+    shutil.rmtree(desk / "shards")
+    cluster.run("scontrol", "release", str(job))
+    status = finished(job)
+    run = RunFolder(desk / "runs" / "tiny")
+    assert status.state == "FAILED" and status.outcome != 0, logs(run.path)
+    *_, end = run.read_events()
+    assert isinstance(end, Ended) and end.outcome == "failed" and f"job {job} failed" in end.message
+    assert "shards" in (run.logs / "rank-0.log").read_text() + (run.logs / "rank-1.log").read_text()
+
+
 def test_slurms_own_words_reach_the_user(desk: Path) -> None:
     refused = danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--partition", "nowhere", folder=desk)
     assert refused.returncode == 2
     assert "invalid partition specified: nowhere" in refused.stderr
     assert "Traceback" not in refused.stderr
+    assert not (desk / "runs" / "tiny").exists()
 
 
 def test_a_dry_run_submits_and_writes_nothing(desk: Path, cluster: SlurmLab) -> None:
-    before = sorted(path.name for path in desk.iterdir())
+    def seen() -> tuple[list[str], str]:
+        jobs = cluster.run("squeue", "--noheader", "--states=all", "--format=%i")
+        return sorted(path.name for path in desk.iterdir()), jobs
+
+    before = seen()
     shown = danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--dry-run", folder=desk)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
-    assert sorted(path.name for path in desk.iterdir()) == before
-    assert "tiny" not in cluster.run("squeue", "--noheader", "--states=all", "--format=%j").split()
+    assert seen() == before
