@@ -1,0 +1,213 @@
+"""Expert layers against one token at a time."""
+
+from itertools import product
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from danlu.framework.moe import AttachLoss, MoeLayer, Router
+from danlu.framework.transformer import Mlp
+from danlu.spec.model import Moe
+
+WIDTH, EXPERTS = 8, 6
+Activation = Literal["swiglu", "gelu"]
+
+
+def layer(activation: Activation = "swiglu", **changes: Any) -> MoeLayer:
+    values: dict[str, Any] = {"experts": EXPERTS, "top_k": 2, "width": 5}
+    moe = Moe.model_validate(values | changes)
+    shared = Mlp(WIDTH, moe.shared * moe.width, activation, bias=False) if moe.shared else None
+    made = MoeLayer(WIDTH, moe, activation, shared)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return made
+
+
+def stream(sequences: int = 3, length: int = 7, seed: int = 0) -> Tensor:
+    return torch.randn(sequences, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def expert_answer(made: MoeLayer, expert: int, x: Tensor) -> Tensor:
+    up = x @ made.experts.up[expert]
+    if made.experts.gate is None:
+        return nn.functional.gelu(up) @ made.experts.down[expert]
+    return (nn.functional.silu(x @ made.experts.gate[expert]) * up) @ made.experts.down[expert]
+
+
+def one_by_one(made: MoeLayer, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    """What the layer answers and its auxiliary loss, by a loop over tokens."""
+    moe, gate = made.router.moe, made.router.gate.weight
+    rows, loss = [], torch.zeros(())
+    for sequence in x_BSD:
+        answers, counts, shares = [], torch.zeros(moe.experts), torch.zeros(moe.experts)
+        for x in sequence:
+            logits = gate @ x
+            score = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
+            chosen = (score + made.router.bias_E).topk(moe.top_k).indices.tolist()
+            total = sum(score[expert] for expert in chosen) if moe.normalise else 1.0
+            answer = torch.zeros(WIDTH)
+            for expert in chosen:
+                answer = answer + score[expert] / total * expert_answer(made, expert, x)
+                counts[expert] += 1
+            shares = shares + logits.softmax(0)
+            answers.append(answer if made.shared is None else answer + made.shared(x))
+        rows.append(torch.stack(answers))
+        length = len(sequence)
+        load = counts * moe.experts / (moe.top_k * length)
+        loss = loss + (load * shares / length).sum() * moe.balance_rate / made.router.sequences_per_step
+    return torch.stack(rows), loss if moe.balance == "loss" else torch.zeros(())
+
+
+def gradients(made: MoeLayer, x: Tensor) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in made.named_parameters()} | {"x": x.grad}
+    return {name: torch.zeros(()) if gradient is None else gradient.clone() for name, gradient in found.items()}
+
+
+CASES = [
+    {"activation": activation, "score": score, "normalise": normalise, "shared": shared, "balance": balance}
+    for activation, (score, normalise, shared, balance) in product(
+        ("swiglu", "gelu"), [("softmax", True, 0, "loss"), ("sigmoid", False, 2, "bias"), ("sigmoid", True, 1, "none")]
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_answers_and_gradients_are_those_of_a_loop_over_tokens(case: dict[str, Any]) -> None:
+    made = layer(**case, top_k=3, balance_rate=0.3)
+    made.router.sequences_per_step = 4
+    made.router.bias_E.copy_(torch.linspace(-0.3, 0.3, EXPERTS))
+    weight = stream(seed=9)  # makes every element of the result count differently
+
+    x = stream().requires_grad_()
+    expected, loss = one_by_one(made, x)
+    ((expected * weight).sum() + loss).backward()
+    wanted = gradients(made, x)
+
+    made.zero_grad()
+    x = stream().requires_grad_()
+    found = made(x)
+    (found * weight).sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients(made, x).items():
+        torch.testing.assert_close(
+            gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+def test_no_token_is_dropped_however_uneven_the_load() -> None:
+    made = layer()
+    made.router.bias_E[4:] = 100.0  # every token goes to experts 4 and 5, four get none
+    found, (expected, _) = made(stream()), one_by_one(made, stream())
+    assert made.router.load_E.tolist() == [0, 0, 0, 0, 21, 21]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found.sum().backward()
+    assert made.experts.up.grad is not None
+    assert made.experts.up.grad[:4].abs().max() == 0 and made.experts.up.grad[4:].abs().min() > 0
+
+
+def test_the_order_of_tokens_does_not_matter() -> None:
+    made, x = layer(), stream(sequences=1, length=30)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(made(x[:, order]), made(x)[:, order])
+
+
+# --- the loss that hangs on the stream
+
+
+def test_an_attached_loss_has_the_gradient_of_an_added_one_to_the_bit() -> None:
+    def run(attach: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        x = torch.randn(5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        w = torch.randn(5, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y, loss = x * 2, (w * x).square().mean()
+        if attach:
+            y = AttachLoss.apply(y, loss)
+            y.sin().sum().backward()
+        else:
+            (y.sin().sum() + loss).backward()
+        return x.grad, w.grad, y
+
+    (x1, w1, y1), (x2, w2, y2) = run(attach=True), run(attach=False)
+    assert x1 is not None and x2 is not None and w1 is not None and w2 is not None
+    assert torch.equal(y1, y2) and torch.equal(w1, w2)
+    torch.testing.assert_close(x1, x2, rtol=1e-6, atol=0)
+
+
+def router(**changes: Any) -> Router:
+    return layer(**changes).router
+
+
+def test_the_auxiliary_loss_adds_up_over_sequences() -> None:
+    made = router(balance_rate=1.0)
+    made.sequences_per_step = 6
+    x = stream(sequences=6)
+    whole = made(x)[2]
+    pieces = [made(piece)[2] for piece in (x[:1], x[1:4], x[4:])]
+    torch.testing.assert_close(sum(pieces), whole)
+
+
+def test_an_even_router_pays_its_rate_and_a_collapsed_one_many_times_that() -> None:
+    even = router(balance_rate=0.5)
+    even.sequences_per_step = 3
+    with torch.no_grad():
+        even.gate.weight.zero_()
+    assert even(stream())[2].item() == pytest.approx(0.5), "shares of 1/E, whatever the load"
+    collapsed = router(balance_rate=0.5)
+    collapsed.sequences_per_step = 3
+    with torch.no_grad():
+        collapsed.gate.weight.zero_()
+        collapsed.gate.weight[:2, 0] = 1e4
+    x = stream()
+    x[..., 0] = 1.0
+    assert collapsed(x)[2].item() == pytest.approx(0.5 * EXPERTS / 2), "two experts of six share everything"
+
+
+def test_without_a_balancing_loss_there_is_none() -> None:
+    for balance in ("bias", "none"):
+        assert router(balance=balance)(stream())[2].item() == 0
+
+
+# --- the bias
+
+
+def test_the_bias_moves_the_choice_and_never_the_weight() -> None:
+    made = router(normalise=False)
+    x = stream()
+    before = made(x)
+    made.bias_E[0] = 10.0
+    chosen, weights, _ = made(x)
+    assert (chosen == 0).any(1).all() and not (before[0] == 0).any(1).all()
+    scores = made.gate(x).softmax(-1).flatten(0, 1)
+    torch.testing.assert_close(weights, scores.gather(1, chosen))
+
+
+def test_the_bias_falls_for_busy_experts_and_rises_for_idle_ones() -> None:
+    made = router(balance="bias", balance_rate=0.25)
+    load = torch.tensor([10.0, 0.0, 5.0, 5.0, 7.0, 3.0])
+    assert made.balance(load) == pytest.approx(2.0), "the busiest has twice the mean"
+    assert made.bias_E.tolist() == [-0.25, 0.25, 0.0, 0.0, -0.25, 0.25]
+    assert made.load_E.abs().sum() == 0
+
+
+def test_balancing_by_bias_evens_the_load_and_by_loss_leaves_the_bias_alone() -> None:
+    made, x = router(balance="bias", balance_rate=0.02), stream(sequences=16, length=16)
+    made.bias_E[0] = 0.3
+    uneven = []
+    for _ in range(40):
+        made(x)
+        uneven.append(made.balance(made.load_E.clone()))
+    assert uneven[-1] < 1.25 < 2.5 < uneven[0]
+    other = router(balance="loss")
+    other(x)
+    other.balance(other.load_E.clone())
+    assert other.bias_E.abs().sum() == 0
+
+
+def test_every_choice_is_counted() -> None:
+    made = router(top_k=3)
+    chosen = torch.cat([made(stream(seed=seed))[0] for seed in range(2)])
+    assert made.load_E.tolist() == torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    assert made.load_E.sum() == 2 * 3 * 7 * 3
