@@ -1,0 +1,108 @@
+"""Recompute: fewer bytes kept, the same gradients, and no matrix product twice where it is selective."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from danlu.framework.initialise import initialise
+from danlu.framework.placements import recompute_regions
+from danlu.framework.transformer import Decoder
+from danlu.memory.recompute import apply_recompute
+from danlu.spec.load import load_model
+
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+
+
+class Made(TorchDispatchMode):
+    """Remembers the storage of every tensor that operators make, without keeping it alive; views of weights are not."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.storages: dict[StorageWeakRef, int] = {}
+        self.weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def bytes_alive(self) -> int:
+        alive = {storage: size for storage, size in self.storages.items() if not storage.expired()}
+        return sum(size for storage, size in alive.items() if storage not in self.weights)
+
+
+def decoder(name: str, mode: Mode) -> Decoder:
+    model = load_model(name).model_copy(update={"layers": 2})
+    made = Decoder(model)
+    initialise([made], model, seed=0)
+    if mode != "none":
+        apply_recompute(recompute_regions(made, mode), mode)
+    return made
+
+
+def batch() -> Tensor:
+    return torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-llama", "tiny-moe"])
+def test_each_mode_keeps_fewer_bytes_and_gives_the_same_gradients(name: str) -> None:
+    kept: dict[Mode, int] = {}
+    gradients: dict[Mode, dict[str, Tensor]] = {}
+    for mode in MODES:
+        made = decoder(name, mode)
+        with Made(made.parameters()) as record:
+            loss = made(batch()).square().mean()
+        kept[mode] = record.bytes_alive()
+        loss.backward()
+        gradients[mode] = {at: p.grad for at, p in made.named_parameters() if p.grad is not None}
+    assert kept["full"] < 0.6 * kept["selective"] and kept["selective"] < 0.85 * kept["none"], kept
+    assert len(gradients["none"]) == len(list(decoder(name, "none").parameters()))
+    for mode in ("selective", "full"):
+        assert gradients[mode].keys() == gradients["none"].keys(), "names stay as they are"
+        for at, gradient in gradients["none"].items():
+            assert torch.equal(gradients[mode][at], gradient), (mode, at)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
+def test_selective_recompute_repeats_no_matrix_product(name: str) -> None:
+    def flops(mode: Mode) -> int:
+        made = decoder(name, mode)
+        with FlopCounterMode(display=False) as counter:
+            made(batch()).square().mean().backward()
+        return counter.get_total_flops()
+
+    spent = {mode: flops(mode) for mode in MODES}
+    assert spent["selective"] == spent["none"]
+    assert 1.2 * spent["none"] < spent["full"] < 1.4 * spent["none"], "one forward pass more: up to a third"
+
+
+def test_recompute_of_a_region_calls_it_twice() -> None:
+    calls = []
+    made = decoder("tiny-llama", "none")
+    block = made.blocks["0"]
+    plain = block.forward
+    block.forward = partial(_counted, plain, calls)  # type: ignore[method-assign]
+    apply_recompute(recompute_regions(made, "full"), "full")
+    loss = made(batch()).sum()
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2
+
+
+def _counted(forward: Callable[[Tensor], Tensor], calls: list[int], x: Tensor) -> Tensor:
+    calls.append(1)
+    return forward(x)
