@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.spec.catalogue import catalogue
+from danlu.spec.cluster import Chip, Cluster, Level
 from danlu.spec.model import Model
 from danlu.spec.plan import Degrees, Pipeline, Plan
 from danlu.spec.recipe import Batch, Data, Optimizer, Precision, Recipe, Schedule
@@ -19,12 +20,24 @@ class Layout:
     name: str
     model: str
     plan: Plan
+    cluster: Cluster | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
         """Name of the single-process run this one must equal."""
         return "-".join([self.model, *(f"{key}={value}" for key, value in sorted(self.changes.items()))])
+
+
+NETWORK = Cluster(
+    name="two by two",
+    chip=Chip(name="core", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0}),
+    levels=(
+        Level(name="node", fanout=2, bandwidth=1.0, latency=0.0),
+        Level(name="fabric", fanout=2, bandwidth=1.0, latency=0.0),
+    ),
+)
+"""A network for layouts that choose their place on it; only its shape matters here."""
 
 
 def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Recipe:
@@ -62,13 +75,15 @@ def _layouts() -> list[Layout]:
     made: list[Layout] = []
 
     def dense(name: str, **settings: Any) -> None:
-        made.append(Layout(name, "tiny-llama", _plan(**settings)))
+        cluster = NETWORK if "mapping" in settings else None
+        made.append(Layout(name, "tiny-llama", _plan(**settings), cluster))
 
     def gpt(name: str, changes: dict[str, Any] | None = None, **settings: Any) -> None:
-        made.append(Layout(f"gpt {name}", "tiny-gpt", _plan(**settings), changes or {}))
+        made.append(Layout(f"gpt {name}", "tiny-gpt", _plan(**settings), changes=changes or {}))
 
     def moe(name: str, changes: dict[str, Any] | None = None, **settings: Any) -> None:
-        made.append(Layout(f"moe {name}", "tiny-moe", _plan(**settings), changes or {}))
+        cluster = NETWORK if "mapping" in settings else None
+        made.append(Layout(f"moe {name}", "tiny-moe", _plan(**settings), cluster, changes or {}))
 
     # One process.
     dense("accumulate 4", microbatches=4)
@@ -99,6 +114,11 @@ def _layouts() -> list[Layout]:
     dense("fsdp, recompute selective", shard=2, recompute="selective")
     dense("fsdp, recompute full", shard=2, recompute="full")
     dense("fsdp, compiled", shard=2, compile=True)
+    dense("fsdp, recompute selective, compiled", shard=2, recompute="selective", compile=True)
+    dense("tp, compiled", tp=2, compile=True)
+    dense("cp, compiled", cp=2, compile=True)
+    moe("ep, compiled", shard=2, ep=2, compile=True)
+    dense("zero-bubble, recompute full", pp=2, microbatches=4, schedule="zero-bubble", per_rank=2, recompute="full")
     moe("ep, recompute full", shard=2, ep=2, recompute="full")
     moe("ep, recompute selective", shard=2, ep=2, recompute="selective")
     # Pairs.
@@ -123,6 +143,9 @@ def _layouts() -> list[Layout]:
     moe("cp × ep", cp=2, shard=2, ep=2)
     moe("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)
     moe("zero-bubble × ep", pp=2, shard=2, ep=2, microbatches=4, schedule="zero-bubble", per_rank=2)
+    # Axes laid across the network against their usual order.
+    dense("tp across nodes", shard=2, tp=2, mapping={"tp": {"fabric": 2}})
+    moe("ep across nodes, replicas of experts inside", shard=4, ep=2, mapping={"ep": {"fabric": 2}})
     # Triples.
     dense("fsdp × tp × 1f1b", shard=2, tp=2, pp=2, microbatches=4)
     dense("fsdp × cp × tp", shard=2, cp=2, tp=2)

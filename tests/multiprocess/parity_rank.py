@@ -42,9 +42,8 @@ def main() -> None:
         started = time.time()
         result: dict[str, object] = {"name": layout.name}
         try:
-            reports, state = train_in_memory(
-                recipe(layout.model, str(folder / "shards"), layout.changes), layout.plan, rank
-            )
+            made = recipe(layout.model, str(folder / "shards"), layout.changes)
+            reports, state = train_in_memory(made, layout.plan, rank, cluster=layout.cluster)
             result |= _compare(folder, layout.reference, reports, state)
         except Exception:
             result["error"] = traceback.format_exc()

@@ -10,6 +10,7 @@ from danlu.framework.build import build
 from danlu.framework.feed import Feed
 from danlu.framework.loop import train
 from danlu.framework.state import TrainState
+from danlu.spec.cluster import Cluster
 from danlu.spec.event import StepReport
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe
@@ -22,9 +23,10 @@ def train_in_memory(
     rank: int,
     restore: Callable[[TrainState], None] = lambda state: None,
     stop_at: int | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[list[StepReport], TrainState]:
     """Build, restore if asked to, and train to the recipe's end or to step `stop_at`."""
-    mesh = build_mesh(plan, torch.device("cpu"), rank, None, experts=recipe.model.moe is not None)
+    mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=recipe.model.moe is not None)
     state, forward_backward = build(recipe, plan, mesh)
     restore(state)
     shards = TokenShards.open(Path(recipe.data.shards))

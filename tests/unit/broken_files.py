@@ -165,6 +165,7 @@ CONTRADICTIONS = {
     "plain-with-two-stages": _plan("pp = 2", "microbatches = 2\npipeline.stages_per_rank = 2"),
     "split-backward-resharded": _plan("pp = 2", f"reshard_after_forward = true\n{ZERO_BUBBLE}"),
     "split-backward-compiled": _plan("pp = 2", f"compile = true\n{ZERO_BUBBLE}"),
+    "split-backward-recomputed": _plan("pp = 2", f'recompute = "selective"\n{ZERO_BUBBLE}'),
     "pipeline-ignored": _plan("shard = 2", 'pipeline = {schedule = "zbv", stages_per_rank = 2, layers = [2, 2]}'),
     "pipeline-starved": _plan("pp = 4", "microbatches = 2"),
     "interleaved-rounds": _plan(

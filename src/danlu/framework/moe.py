@@ -124,6 +124,7 @@ def _held(weight: Tensor) -> Tensor:
 class LocalExchange(nn.Module):
     """Bring token copies to their experts: all of them are here. The seam that expert parallelism replaces."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would compile anew
     def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
         """Token copies sorted by expert through their experts, back in the same order."""
         return experts(x_ND, counts_E.tolist())

@@ -20,6 +20,7 @@ class ExpertExchange(nn.Module):
         super().__init__()
         self.group = group
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would compile anew
     def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
         """Token copies sorted by expert through their experts, back in the same order."""
         ranks = self.group.size()

@@ -1,5 +1,6 @@
 """Tensor parallelism with sequence parallelism: every matrix over the ranks of `tp`, the stream split by sequence."""
 
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Literal
@@ -27,11 +28,6 @@ Style = Literal["sequence", "gather", "column", "row", "vocabulary", "scores"]
 """
 
 
-# A DTensor's local part is a view, which FSDP warns about for the sake of in-place operations on it; modules that
-# are split here are ours or a user's forward that autograd would already refuse such an operation for.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
 def _style(style: Style) -> ParallelStyle:
     match style:
         case "sequence":
@@ -55,3 +51,20 @@ def apply_tp(part: nn.Module, placements: Mapping[str, Style], mesh: DeviceMesh)
         if name not in modules:
             raise KeyError(f"placement {name!r} ({style}) names no module of {type(part).__name__}")
         parallelize_module(modules[name], mesh, _style(style))
+        if style == "vocabulary":
+            # The local part of a DTensor is a view. Where FSDP gets a view from a module and a compiled block takes
+            # it, the module's gradient is silently zero (PyTorch 2.13); a copy of one activation costs little.
+            modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
+        if style == "scores":
+            _allow_view(part, name)
+
+
+def _allow_view(part: nn.Module, name: str) -> None:
+    """Silence FSDP's warning about views for the modules around the scores.
+
+    They are the largest activation of a model, too large to copy, and go straight to the loss, which
+    neither changes them in place nor is compiled: what the warning is about.
+    """
+    around = [part.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)]
+    classes = "|".join(re.escape(type(module).__name__) for module in around)
+    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({classes})\) returned a view tensor")

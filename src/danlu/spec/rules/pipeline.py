@@ -73,6 +73,18 @@ def split_backward_is_not_compiled(plan: Sourced[Plan]) -> Iterator[Problem]:
         )
 
 
+def split_backward_is_not_recomputed_in_part(plan: Sourced[Plan]) -> Iterator[Problem]:
+    """What selective recompute kept is used once, and two halves of a backward pass would use it twice."""
+    schedule = plan.value.pipeline.schedule
+    if plan.value.degrees.pp > 1 and schedule in SPLIT_SCHEDULES and plan.value.recompute == "selective":
+        yield plan.problem(
+            "recompute",
+            f'is "selective", but the schedule "{schedule}" takes the backward pass in two halves, and what was kept '
+            "serves only one",
+            'recompute = "full", or "none"',
+        )
+
+
 def layers_are_positive(plan: Sourced[Plan]) -> Iterator[Problem]:
     """Every stage holds a layer."""
     layers = list(plan.value.pipeline.layers)
@@ -136,6 +148,7 @@ STAGE_RULES: tuple[PlanRule, ...] = (
     schedule_has_its_stages,
     split_backward_finds_weights,
     split_backward_is_not_compiled,
+    split_backward_is_not_recomputed_in_part,
     layers_are_positive,
     layers_are_for_the_stages,
 )
