@@ -73,21 +73,22 @@ def split_cross_entropy(folder: Path) -> None:
 
 
 def exchanged_core(folder: Path) -> None:
-    rank = dist.get_rank()
-    for heads, kv_heads, theta in ((4, 4, None), (4, 2, 100.0), (4, 1, 100.0)):
-        shapes = ((2, 6, heads, 8), (2, 6, kv_heads, 8), (2, 6, kv_heads, 8))
+    """Key-value heads as many as heads, fewer, and fewer than ranks, so that they are repeated."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for kv_heads, theta in ((8, None), (2, 100.0), (1, 100.0)):
+        shapes = ((2, 8, 8, 4), (2, 8, kv_heads, 4), (2, 8, kv_heads, 4))
         whole = [normal(*shape, seed=number).requires_grad_() for number, shape in enumerate(shapes)]
         weight = normal(*shapes[0], seed=9)  # makes every element of the result count differently
         core = AttentionCore(theta)
         expected = core(*whole)
         (expected * weight).sum().backward()
-        parts = [x.detach().chunk(2, dim=1)[rank].clone().requires_grad_() for x in whole]
+        parts = [x.detach().chunk(ranks, dim=1)[rank].clone().requires_grad_() for x in whole]
         found = ExchangedCore(core, world_group())(*parts)
-        (found * weight.chunk(2, dim=1)[rank]).sum().backward()
-        close(found, expected.chunk(2, dim=1)[rank])
+        (found * weight.chunk(ranks, dim=1)[rank]).sum().backward()
+        close(found, expected.chunk(ranks, dim=1)[rank])
         for part, x in zip(parts, whole, strict=True):
             assert x.grad is not None
-            close(part.grad, x.grad.chunk(2, dim=1)[rank])
+            close(part.grad, x.grad.chunk(ranks, dim=1)[rank])
 
 
 # --- experts
@@ -282,7 +283,7 @@ def load_on_one_rank(folder: Path) -> None:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    4: (norm_of_fsdp_over_tp, groups_of_a_mesh),
+    4: (exchanged_core, norm_of_fsdp_over_tp, groups_of_a_mesh),
     2: (
         split_cross_entropy,
         exchanged_core,

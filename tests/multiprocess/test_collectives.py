@@ -10,24 +10,27 @@ from ranks import run_ranks
 RANK = Path(__file__).parent / "collective_rank.py"
 
 
+Outcomes = dict[tuple[int, str], list[str]]
+"""By world size and case, what every rank that came to it says."""
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What every rank says of every case; a case that no rank came to is missing."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("collectives")
+    found: Outcomes = {}
     for world in CASES:
         run_ranks(RANK, world, str(folder), seconds=120)
-    found: dict[str, list[str]] = {}
-    for file in sorted(folder.glob("*-*.json")):
-        for case, outcome in json.loads(file.read_text()).items():
-            found.setdefault(case, []).append(outcome)
+        for file in sorted(folder.glob(f"{world}-*.json")):
+            for case, outcome in json.loads(file.read_text()).items():
+                found.setdefault((world, case), []).append(outcome)
     return found
 
 
 @pytest.mark.parametrize(
-    ("case", "world"), [(case.__name__, world) for world, cases in CASES.items() for case in cases]
+    ("world", "case"), [(world, case.__name__) for world, cases in CASES.items() for case in cases]
 )
-def test_case(case: str, world: int, results: dict[str, list[str]]) -> None:
-    outcomes = results.get(case, [])
-    for outcome in outcomes:
+def test_ranks_together_do_what_one_does_alone(world: int, case: str, outcomes: Outcomes) -> None:
+    told = outcomes.get((world, case), [])
+    for outcome in told:
         assert outcome == "passed", outcome
-    assert len(outcomes) == world, "a rank did not come to it"
+    assert len(told) == world, "a rank did not come to it"
