@@ -106,7 +106,7 @@ def expert_exchange(folder: Path) -> None:
     rank = dist.get_rank()
     weights = {"gate": normal(4, 6, 4, seed=1), "up": normal(4, 6, 4, seed=2), "down": normal(4, 4, 6, seed=3)}
     for counts in (
-        [[3, 0, 2, 5], [1, 4, 0, 4]],
+        [[3, 2, 0, 5], [1, 4, 3, 4]],  # an expert's tokens come in two pieces
         [[0, 0, 0, 0], [0, 7, 0, 1]],
         [[5, 0, 0, 0], [2, 4, 0, 0]],
         [[0, 0, 0, 0], [0, 0, 0, 0]],
