@@ -1,6 +1,8 @@
 """The door of one training process: from a run's folder to its last step."""
 
+import fcntl
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,18 +35,27 @@ PEAK_SECONDS = 1.0
 
 def run_worker(run: RunFolder, place: Place) -> None:
     """Train the run in `run` as the rank at `place`; goes on from its newest checkpoint if there is one."""
-    recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
-    cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
-    chip = find(cluster.chip.kind if cluster else None)
-    device = chip.runtime.device(place.local_rank)
-    join(place, _backend(chip, place), meet(place))
-    try:
-        mesh = build_mesh(plan, device, place.rank, cluster, experts=recipe.model.moe is not None)
-        with Journal(run) if place.rank == 0 else nullcontext() as journal, _stop_on_signal() as stop:
-            write: Callable[[Event], None] = journal.write if journal else lambda event: None
-            _train(run, recipe, mesh, chip, cluster, write, stop)
-    finally:
-        leave()
+    with _stop_on_signal() as stop, _alone(run) if place.rank == 0 else nullcontext():
+        recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+        cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
+        chip = find(cluster.chip.kind if cluster else None)
+        device = chip.runtime.device(place.local_rank)
+        join(place, _backend(chip, place), meet(place))
+        try:
+            mesh = build_mesh(plan, device, place.rank, cluster, experts=recipe.model.moe is not None)
+            _train(run, recipe, mesh, chip, cluster, stop)
+        except Exception as error:
+            # At once: the other ranks fail for want of this one, and whoever looks for the culprit asks who was first.
+            sys.stderr.write(f"{failure_line(place.rank, error)}\n")
+            sys.stderr.flush()
+            raise
+        finally:
+            leave()
+
+
+def failure_line(rank: int, error: Exception) -> str:
+    """What a rank says as soon as it fails, with the time."""
+    return f"rank {rank} failed at {time.time():.6f}: {type(error).__name__}: {error}"
 
 
 def _train(
@@ -53,35 +64,35 @@ def _train(
     mesh: Mesh,
     chip: Descriptor,
     cluster: Cluster | None,
-    write: Callable[[Event], None],
     stop: Callable[[], bool],
 ) -> None:
     state, forward_backward = build(recipe, mesh.plan, mesh)
-    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep, mesh.device)
     if (newest := checkpoints.latest()) is not None:
         state.restore(checkpoints.load(newest, state.tensors()))
     shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
-    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, mesh)
+    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
     peak, source = _peak(recipe, mesh, cluster)
-    write(
-        Started(
-            time=time.time(),
-            world=mesh.plan.degrees.world,
-            chip=chip.name,
-            parameters=parameters(recipe.model),
-            step=state.step,
-            steps=recipe.steps,
-            tokens_per_step=recipe.batch.tokens,
-            flops_per_token=flops_per_token(recipe.model, recipe.batch.length),
-            peak=peak,
-            peak_source=source,
-            baseline_loss=shards.index.unigram_loss,
-        )
+    started = Started(
+        time=time.time(),
+        world=mesh.plan.degrees.world,
+        chip=chip.name,
+        parameters=parameters(recipe.model),
+        step=state.step,
+        steps=recipe.steps,
+        tokens_per_step=recipe.batch.tokens,
+        flops_per_token=flops_per_token(recipe.model, recipe.batch.length),
+        peak=peak,
+        peak_source=source,
+        baseline_loss=shards.index.unigram_loss,
     )
-    save = partial(_save, recipe, checkpoints, write)
-    train(recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, save, stop)
-    outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
-    write(Ended(time=time.time(), step=state.step, outcome=outcome))
+    with Journal(run, state.step) if mesh.rank == 0 else nullcontext() as journal:
+        write: Callable[[Event], None] = journal.write if journal else lambda event: None
+        write(started)
+        save = partial(_save, recipe, checkpoints, write)
+        train(recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, save, stop)
+        outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
+        write(Ended(time=time.time(), step=state.step, outcome=outcome))
 
 
 def _save(
@@ -112,9 +123,20 @@ def _peak(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> tuple[float, A
     # All ranks at once, as they will train: on a CPU they share memory, clock and, if they are many, cores.
     dist.barrier()
     rate = matmul_peak(mesh.device, DTYPES[dtype], PEAK_SECONDS, pieces=1)
-    peak = torch.tensor(rate, dtype=torch.float64, device=mesh.device)
+    peak = torch.tensor(rate, device=mesh.device)
     dist.all_reduce(peak)
     return float(peak), "measured at start"
+
+
+@contextmanager
+def _alone(run: RunFolder) -> Iterator[None]:
+    """Hold the run's lock, so that a second start of the same run does not write into the first."""
+    with (run.path / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"run {run.path} must not be under way, but is; wait for it, or end it") from None
+        yield
 
 
 @contextmanager

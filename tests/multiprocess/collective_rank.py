@@ -198,15 +198,14 @@ def check_norm_and_clip(parameters: list[nn.Parameter], gradients: list[Tensor])
 
 def groups_of_a_mesh(folder: Path) -> None:
     rank = dist.get_rank()
-    mesh = build_mesh(Plan(degrees=Degrees(shard=2, tp=2)), CPU, rank, None, experts=False)
-    tensor, data, everyone = mesh.group("tp"), mesh.group("shard"), mesh.group("shard", "tp")
-    assert tensor is not None and data is not None and everyone is dist.group.WORLD
+    mesh = build_mesh(Plan(degrees=Degrees(cp=2, tp=2)), CPU, rank, None, experts=False)
+    tensor, context, everyone = mesh.group("tp"), mesh.group("cp"), mesh.group("cp", "tp")
+    assert tensor is not None and context is not None and everyone is dist.group.WORLD
     assert dist.get_process_group_ranks(tensor) == ([0, 1] if rank < 2 else [2, 3])
-    assert dist.get_process_group_ranks(data) == [rank % 2, rank % 2 + 2]
-    assert mesh.group("tp") is tensor, "made once"
-    assert mesh.group("cp") is None and mesh.experts is None
+    assert dist.get_process_group_ranks(context) == [rank % 2, rank % 2 + 2]
+    assert mesh.group("pp") is None and mesh.experts is None
     total = torch.tensor(float(rank))
-    dist.all_reduce(total, group=data)
+    dist.all_reduce(total, group=context)
     assert total == 2 * (rank % 2) + 2
 
 
@@ -233,7 +232,7 @@ def refused(message: str, act: Callable[[], Any]) -> None:
 
 
 def save_and_load(folder: Path) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
     assert checkpoints.latest() is None and checkpoints.steps() == []
     refused("complete are []", lambda: checkpoints.load(3, {}))
     saved = tensors(10, Shard(0))
@@ -250,7 +249,7 @@ def save_and_load(folder: Path) -> None:
 
 def a_save_that_was_cut_short(folder: Path) -> None:
     """What it left is never taken for a checkpoint, and the next save of that step replaces it."""
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
     partial = folder / "checkpoints" / "step-00000020.partial"
     if dist.get_rank() == 0:
         partial.mkdir()
@@ -266,7 +265,7 @@ def a_save_that_was_cut_short(folder: Path) -> None:
 
 
 def old_checkpoints_go(folder: Path) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
     checkpoints.save(40, tensors(40, Shard(0)), {"step": 40})
     assert checkpoints.steps() == [20, 40]
     assert not (folder / "checkpoints" / "step-00000010").exists()
@@ -274,7 +273,7 @@ def old_checkpoints_go(folder: Path) -> None:
 
 def load_on_one_rank(folder: Path) -> None:
     """What two ranks saved, in one process and without a mesh."""
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
     read = {"model.blocks.0.weight": torch.zeros(5, 3), "model.norm": torch.zeros(4), "optimizer.step": torch.zeros(())}
     assert checkpoints.load(40, read) == {"step": 40}
     assert torch.equal(read["model.blocks.0.weight"], normal(5, 3, seed=40))

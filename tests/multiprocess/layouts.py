@@ -67,7 +67,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
 
 def _plan(microbatches: int = 1, schedule: Any = None, per_rank: int = 1, **settings: Any) -> Plan:
     degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
-    pipeline = Pipeline(schedule=schedule or "1f1b", stages_per_rank=per_rank)
+    pipeline = Pipeline(schedule=schedule or "1f1b", stages_per_rank=per_rank, layers=settings.pop("layers", ()))
     return Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
 
 
@@ -152,6 +152,7 @@ def _layouts() -> list[Layout]:
     dense("hsdp × tp", replicate=2, shard=2, tp=2)
     moe("hsdp × cp × ep 4", replicate=2, shard=2, cp=2, ep=4)
     moe("tp × interleaved × ep", shard=2, tp=2, pp=2, ep=4, microbatches=4, schedule="interleaved", per_rank=2)
+    moe("1f1b × cp × tp, a stage without experts", pp=2, cp=2, tp=2, microbatches=4, layers=(1, 3))
     return made
 
 

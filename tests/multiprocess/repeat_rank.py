@@ -38,7 +38,7 @@ def main() -> None:
         plan = Plan(degrees=Degrees(shard=2, ep=2 if model == "tiny-moe" else 1))
         found = {"first": losses(train_in_memory(made, plan, rank)[0])}
         found["second"] = losses(train_in_memory(made, plan, rank)[0])
-        checkpoints = Checkpoints(folder / model, keep=len(STOPS))
+        checkpoints = Checkpoints(folder / model, keep=len(STOPS), device=torch.device("cpu"))
         for stop in STOPS:
             before, state = train_in_memory(made, plan, rank, stop_at=stop)
             checkpoints.save(state.step, state.tensors(), state.scalars())

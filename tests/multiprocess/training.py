@@ -30,7 +30,7 @@ def train_in_memory(
     state, forward_backward = build(recipe, plan, mesh)
     restore(state)
     shards = TokenShards.open(Path(recipe.data.shards))
-    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, mesh)
+    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
     reports: list[StepReport] = []
     train(
         recipe,

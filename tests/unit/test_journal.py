@@ -59,6 +59,13 @@ def test_a_resumed_run_goes_on_in_the_same_file(run: RunFolder) -> None:
     assert [event.step for event in run.read_events()] == [0, 2]
 
 
+def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next_event(run: RunFolder) -> None:
+    run.events.write_text(step(1).model_dump_json() + "\n" + step(2).model_dump_json()[:40])
+    with Journal(run) as journal:
+        journal.write(started(step=1))
+    assert [event.kind for event in run.read_events()] == ["step", "started"]
+
+
 def test_a_loss_that_is_not_a_number_is_an_event_too(run: RunFolder) -> None:
     with Journal(run) as journal:
         journal.write(step(1, loss=nan, norm=inf, committed=False))

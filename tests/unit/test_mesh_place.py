@@ -4,7 +4,9 @@ from itertools import product
 
 from made_meshes import place_of
 
-from danlu.spec.plan import DENSE_AXES
+from danlu.comm.layout import dense_ranks
+from danlu.comm.mesh import _groups
+from danlu.spec.plan import DENSE_AXES, Degrees, Plan
 
 DEGREES = {"pp": 2, "replicate": 2, "shard": 3, "cp": 2, "tp": 2, "ep": 4}
 WORLD = 48
@@ -35,5 +37,5 @@ def test_shares_of_the_batch_are_numbered_and_every_one_is_read_by_the_ranks_tha
 
 
 def test_an_axis_of_one_rank_has_no_group() -> None:
-    assert place_of(3, shard=4).group("tp") is None
-    assert place_of(3, shard=4).group("cp", "tp", "pp") is None
+    groups = _groups(3, dense_ranks(Plan(degrees=Degrees(shard=4))))
+    assert groups["pp",] is groups["cp",] is groups["tp",] is groups["cp", "tp"] is None

@@ -150,7 +150,10 @@ def test_mfu_is_reckoned_against_the_peak_of_the_start_a_step_belongs_to() -> No
     story = Story()
     story.add([started(), step(1), started(step=1, peak=4.5e10, world=4), step(2)])
     assert [story.mfu_of(1), story.mfu_of(2)] == pytest.approx([0.2, 0.4])
-    assert story.mfu == pytest.approx(0.3)
+    assert story.mfu == pytest.approx(0.4), "of the newest layout"
+    assert story.paced_by is not None and story.paced_by.peak == 4.5e10
+    story.add([started(step=2, peak=1.0)])
+    assert story.mfu == pytest.approx(0.4), "a start that took no step has no pace"
 
 
 def test_an_mfu_above_one_is_called_out(run: RunFolder) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from danlu.cli import local
+from danlu.cli import local, prepare
 from danlu.cli.local import LocalRanks
 from danlu.cli.prepare import choose_folder, ensure_shards, prepare_run
 from danlu.cli.train import _world
@@ -128,9 +128,10 @@ def test_a_vocabulary_that_is_too_small_is_named_with_its_line(recipe: Path) -> 
         prepare_run(recipe, None, None, None, world=1)
     line, key, message, suggestion = problem(refused)
     assert (line, key) == (line_of(recipe, "vocabulary"), "model.vocabulary")
-    assert message == "is 200, but the data has token ids up to 256"
+    assert message == "is 200, but the tokenizer has token ids up to 256"
     assert suggestion == "at least 257"
     assert not Path("runs").exists()
+    assert not Path("made/shards").exists(), "told before anything is built"
 
 
 def test_shards_of_another_tokenizer_are_refused(recipe: Path) -> None:
@@ -195,7 +196,8 @@ FOREVER = "import time; time.sleep(60)"
 
 def test_ranks_that_end_well_have_no_failure_and_are_looked_at(tmp_path: Path) -> None:
     made, looks = ranks(tmp_path, "print('hello')", "pass"), []
-    assert made.wait(lambda: looks.append(1)) is None
+    with made:
+        assert made.wait(lambda: looks.append(1)) is None
     assert looks
     assert made.log(0).read_text() == "hello\n"
 
@@ -206,13 +208,16 @@ def test_the_rank_that_failed_is_named_and_the_others_are_ended(
     monkeypatch.setattr(local, "_PATIENCE", 0.2)
     made = ranks(tmp_path, FOREVER, "import sys; sys.exit('out of memory')", FOREVER)
     started = time.monotonic()
-    assert made.wait(lambda: None) == 1
+    with made:
+        assert made.wait(lambda: None) == 1
     assert time.monotonic() - started < 20
     assert [process.returncode for process in made.processes] == [-signal.SIGKILL, 1, -signal.SIGKILL]
     assert "out of memory" in made.log(1).read_text()
 
 
-def test_an_interrupt_asks_the_ranks_to_stop_and_a_second_one_ends_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_asks_the_ranks_to_stop_and_a_second_one_ends_them(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); "
     stubborn += "print('ready', flush=True); time.sleep(60); time.sleep(60)"
     made = ranks(tmp_path, stubborn)
@@ -222,11 +227,43 @@ def test_an_interrupt_asks_the_ranks_to_stop_and_a_second_one_ends_them(tmp_path
     def interrupt_when_it_is_time() -> None:
         if awaited and awaited[0] in made.log(0).read_text():
             awaited.pop(0)
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
 
-    assert made.wait(interrupt_when_it_is_time) == 0
+    with made:
+        assert made.wait(interrupt_when_it_is_time) == 0
     assert made.log(0).read_text().split() == ["ready", "asked"]
     assert made.processes[0].returncode == -signal.SIGKILL
+    assert signal.getsignal(number) is before
+
+
+def test_no_rank_outlives_the_command_that_watches_it(tmp_path: Path) -> None:
+    def look() -> None:
+        raise OSError("disk full while drawing")
+
+    made = ranks(tmp_path, FOREVER, FOREVER)
+    with pytest.raises(OSError, match="disk full"), made:
+        made.wait(look)
+    assert [process.poll() for process in made.processes] == [-signal.SIGKILL] * 2
+
+
+def test_the_rank_that_said_first_that_it_failed_is_named(tmp_path: Path) -> None:
+    say = "import sys; print('rank {} failed at {}: ValueError: no', flush=True); sys.exit(1)"
+    made = ranks(tmp_path, say.format(0, 20.5), say.format(1, 10.5), say.format(2, 30.5))
+    with made:
+        assert made.wait(lambda: None) == 1
+
+
+def test_two_runs_started_at_once_get_two_names(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(path: Path, made: object) -> None:  # another start takes the name while this one builds its data
+        Path("runs/small").mkdir(parents=True)
+
+    monkeypatch.setattr(prepare, "ensure_shards", slow)
+    assert prepare_run(recipe, None, None, None, world=1).name == "small-2"
+
+
+def test_a_name_with_a_folder_is_refused(recipe: Path) -> None:
+    with pytest.raises(SpecError, match=r'"\.\./mine" must be a plain name'):
+        prepare_run(recipe, None, None, "../mine", world=1)
 
 
 def test_ranks_share_the_processors_unless_the_user_says_otherwise(
@@ -234,21 +271,21 @@ def test_ranks_share_the_processors_unless_the_user_says_otherwise(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     say = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    made = ranks(tmp_path, say, say)
-    made.wait(lambda: None)
+    with ranks(tmp_path, say, say) as made:
+        made.wait(lambda: None)
     expected = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [int(made.log(rank).read_text()) for rank in range(2)] == [expected] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    made = ranks(tmp_path / "other", say)
-    made.wait(lambda: None)
+    with ranks(tmp_path / "other", say) as made:
+        made.wait(lambda: None)
     assert made.log(0).read_text() == "7\n"
 
 
 def test_real_workers_of_a_folder_that_cannot_be_trained_fail_at_once_without_a_traceback(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "empty")
     run.path.mkdir()
-    made = LocalRanks(run, 1)
-    assert made.wait(lambda: None) == 0
+    with LocalRanks(run, 1) as made:
+        assert made.wait(lambda: None) == 0
     said = made.log(0).read_text()
     assert made.processes[0].returncode == 2
     assert "recipe.toml:1: file: does not exist" in said

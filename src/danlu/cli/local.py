@@ -1,6 +1,7 @@
 """The ranks of a run as processes of this machine."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from danlu.spec import RunFolder
 
@@ -17,21 +20,47 @@ _PATIENCE = 30.0
 
 
 class LocalRanks:
-    """Starts one `danlu worker` a rank and watches over them: when one fails, the others are ended too."""
+    """One `danlu worker` a rank, as a context: when it is left, no rank is left running.
+
+    An interrupt, termination or hang-up asks the ranks to stop after their step; a second one ends them.
+    """
 
     def __init__(self, run: RunFolder, world: int) -> None:
         self.run, self.world = run, world
-        run.logs.mkdir(exist_ok=True)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._asked = 0
+        self._blamed: int | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self.run.logs.mkdir(exist_ok=True)
         store = f"127.0.0.1:{_free_port()}"
-        threads = max(1, len(os.sched_getaffinity(0)) // world)
+        threads = max(1, len(os.sched_getaffinity(0)) // self.world)
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        self.processes = [self._start(rank, store, environment) for rank in range(world)]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._ask_to_stop)
+        try:
+            for rank in range(self.world):
+                self.processes.append(self._start(rank, store, environment))
+        except OSError:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _start(self, rank: int, store: str, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "danlu", "worker", str(self.run.path), "--store", store]
         command += ["--rank", str(rank), "--world", str(self.world), "--local-rank", str(rank)]
         with self.log(rank).open("ab") as log:
-            # A session of its own: an interrupt typed at the terminal reaches the ranks through `wait` alone.
+            # A session of its own: what is typed at the terminal reaches the ranks through `_ask_to_stop` alone.
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def log(self, rank: int) -> Path:
@@ -39,26 +68,42 @@ class LocalRanks:
         return self.run.logs / f"rank-{rank}.log"
 
     def wait(self, look: Callable[[], None]) -> int | None:
-        """Call `look` now and then until all ranks have ended; the first rank that failed, or None."""
-        interrupts, failed, deadline = 0, None, float("inf")
+        """Call `look` now and then until all ranks have ended; the rank to blame if one failed, or None."""
+        deadline = float("inf")
         while any(process.poll() is None for process in self.processes):
-            try:
-                look()
-                time.sleep(_LOOK_EVERY)
-            except KeyboardInterrupt:
-                interrupts += 1
-                self._send(signal.SIGTERM if interrupts == 1 else signal.SIGKILL)
-            if failed is None and (failed := self._failed()) is not None:
+            look()
+            time.sleep(_LOOK_EVERY)
+            if deadline == float("inf") and any(process.poll() for process in self.processes):
                 deadline = time.monotonic() + _PATIENCE
             if time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
+                self._end_late_ranks()
         look()
-        return self._failed() if failed is None else failed
+        return self._culprit()
 
-    def _failed(self) -> int | None:
-        """The rank to blame: one ended by a signal before those that only lost their connection to it."""
+    def _end_late_ranks(self) -> None:
+        """End ranks that wait for one that will not come; what they are ended with is not their own failure."""
+        self._blamed = self._culprit()
+        self._send(signal.SIGKILL)
+
+    def _culprit(self) -> int | None:
+        """A rank ended by a signal from outside, or the one that said first that it failed."""
+        if self._blamed is not None:
+            return self._blamed
         failed = [rank for rank, process in enumerate(self.processes) if process.poll()]
-        return min(failed, key=lambda rank: (self.processes[rank].returncode > 0, rank), default=None)
+        return min(failed, key=self._blame, default=None)
+
+    def _blame(self, rank: int) -> tuple[bool, float, int]:
+        return self.processes[rank].returncode > 0, self._failed_at(rank), rank
+
+    def _failed_at(self, rank: int) -> float:
+        """When a rank said that it failed; never, if it did not."""
+        said = self.log(rank).read_text(errors="replace")
+        times = re.findall(rf"^rank {rank} failed at ([0-9.]+):", said, re.MULTILINE)
+        return float(times[-1]) if times else float("inf")
+
+    def _ask_to_stop(self, _number: int, _frame: Any) -> None:
+        self._asked += 1
+        self._send(signal.SIGTERM if self._asked == 1 else signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.processes:

@@ -1,5 +1,6 @@
 """From a recipe to a run's folder that workers can start from: everything checked, data built, files written."""
 
+from itertools import count
 from pathlib import Path
 
 import typer
@@ -10,7 +11,7 @@ from danlu.spec.check import Checked, check_all
 from danlu.spec.plan import fully_sharded
 from danlu.spec.problem import problem_at
 from danlu.storage.tokenizer import open_tokenizer
-from danlu.storage.tokens import INDEX, read_index
+from danlu.storage.tokens import INDEX, Dataset, TokenShards, read_index
 
 RUNS = Path("runs")
 """Where runs are kept, in the folder a command is started from."""
@@ -19,26 +20,38 @@ RUNS = Path("runs")
 def prepare_run(recipe: Path, plan: Path | None, cluster: str | None, name: str | None, world: int) -> RunFolder:
     """Check a run, build its data if need be, and write its folder; raises `SpecError` before anything is written."""
     checked = check_all(recipe, plan, cluster, default=fully_sharded(world))
-    run = choose_folder(name, checked.recipe.name)
+    choose_folder(name, checked.recipe.name)  # a wrong name is refused before anything is built for it
     resolved = _with_absolute_paths(checked.recipe, recipe.parent)
     ensure_shards(recipe, resolved)
-    run.path.mkdir(parents=True)
+    run = _claim_folder(name, checked.recipe.name)
     _write(run, Checked(resolved, checked.plan, checked.cluster))
     return run
 
 
 def choose_folder(name: str | None, recipe_name: str) -> RunFolder:
     """A folder that does not exist yet: the name asked for, or the recipe's with a number behind it."""
-    if name is not None:
-        run = RunFolder(RUNS.absolute() / name)
-        if run.path.exists():
-            message = f"is the name of a run that exists: {run.path}"
-            raise SpecError([problem_at(run.path, 1, "name", message, f"another name, or --resume {name}")])
-        return run
-    taken = 1
-    while (path := RUNS.absolute() / (recipe_name if taken == 1 else f"{recipe_name}-{taken}")).exists():
-        taken += 1
+    if name is None:
+        names = (recipe_name if number == 1 else f"{recipe_name}-{number}" for number in count(1))
+        return RunFolder(next(path for each in names if not (path := RUNS.absolute() / each).exists()))
+    path = RUNS.absolute() / name
+    if Path(name).name != name:
+        message = f'"{name}" must be a plain name, without folders'
+        raise SpecError([problem_at(path, 1, "name", message, f"--name {Path(name).name or 'run'}")])
+    if path.exists():
+        message = f"is the name of a run that exists: {path}"
+        raise SpecError([problem_at(path, 1, "name", message, f"another name, or --resume {name}")])
     return RunFolder(path)
+
+
+def _claim_folder(name: str | None, recipe_name: str) -> RunFolder:
+    """Make the folder; where another start was quicker, the next one."""
+    while True:
+        run = choose_folder(name, recipe_name)
+        try:
+            run.path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return run
 
 
 def ensure_shards(path: Path, recipe: Recipe) -> None:
@@ -46,6 +59,10 @@ def ensure_shards(path: Path, recipe: Recipe) -> None:
     shards, data = Path(recipe.data.shards), recipe.data
     line = toml.read(path).line(("data", "shards"))
     tokenizer = open_tokenizer(data.tokenizer)
+    if tokenizer.vocabulary > recipe.model.vocabulary:
+        line = toml.read(path).line(("model", "vocabulary"))
+        message = f"is {recipe.model.vocabulary}, but the tokenizer has token ids up to {tokenizer.vocabulary - 1}"
+        raise SpecError([problem_at(path, line, "model.vocabulary", message, f"at least {tokenizer.vocabulary}")])
     if not (shards / INDEX).exists():
         if not data.source:
             message = f'"{shards}" is not a data set'
@@ -58,10 +75,7 @@ def ensure_shards(path: Path, recipe: Recipe) -> None:
         message = f'was built with tokenizer "{index.tokenizer}", but the recipe says "{tokenizer.name}"'
         hint = "another folder, or build it again with `danlu data build … --force`"
         raise SpecError([problem_at(path, line, "data.shards", message, hint)])
-    if index.vocabulary > recipe.model.vocabulary:
-        line = toml.read(path).line(("model", "vocabulary"))
-        message = f"is {recipe.model.vocabulary}, but the data has token ids up to {index.vocabulary - 1}"
-        raise SpecError([problem_at(path, line, "model.vocabulary", message, f"at least {index.vocabulary}")])
+    Dataset(TokenShards.open(shards), recipe.batch.length, recipe.seed)  # says so if it has not one sample
 
 
 def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from danlu.cli.local import LocalRanks
 from danlu.cli.prepare import RUNS, prepare_run
-from danlu.report import Live, summary, write_page
+from danlu.report import Live, summary, wording, write_page
 from danlu.report.runs import find_run
 from danlu.spec import Ended, RunFolder, SpecError, load_plan, load_recipe, toml
 from danlu.spec.check import check_all
@@ -65,6 +65,7 @@ def _resumed(name: str, nproc: int | None, plan: Path | None, cluster: str | Non
         plan = run.plan
     if cluster is None and run.cluster.exists():
         cluster = str(run.cluster)
+    _refuse_finished(run)
     world = _world(nproc, plan)
     checked = check_all(run.recipe, plan, cluster, default=fully_sharded(world))
     run.plan.write_text(toml.dumps(checked.plan))
@@ -73,19 +74,29 @@ def _resumed(name: str, nproc: int | None, plan: Path | None, cluster: str | Non
     return run
 
 
+def _refuse_finished(run: RunFolder) -> None:
+    """A run whose steps are all done has nothing to go on with."""
+    steps = load_recipe(run.recipe).steps
+    done = max((event.step for event in run.read_events() if event.kind in ("step", "ended")), default=0)
+    if done >= steps:
+        line = toml.read(run.recipe).line(("steps",))
+        message = f"is {steps}, and all of them are done"
+        raise SpecError([problem_at(run.recipe, line, "steps", message, "raise it to train on")])
+
+
 def _train(run: RunFolder, world: int, console: Console) -> int:
     """Start the ranks, show them, and end with the page; the exit code."""
     recipe = load_recipe(run.recipe)
-    console.print(f"run {run.path}: {recipe.model.name}, {recipe.steps} steps, {world} rank{'s' * (world > 1)}")
+    ranks_text = f"{world} rank{'s' * (world > 1)}"
+    console.print(f"run {wording.path(run.path)}: {recipe.model.name}, {recipe.steps} steps, {ranks_text}")
     live = Live(run, console)
-    ranks = LocalRanks(run, world)
-    with live:
+    with live, LocalRanks(run, world) as ranks:
         failed = ranks.wait(live.update)
     if failed is not None:
         _record_failure(run, failed, ranks, console)
     if run.events.exists():
+        write_page(run)
         console.print(summary(run))
-        console.print(f"page: {write_page(run)}", soft_wrap=True)
     return 1 if failed is not None else 0
 
 

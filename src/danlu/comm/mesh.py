@@ -1,6 +1,6 @@
 """Process groups along the axes of a plan."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +12,15 @@ from danlu.comm.layout import EXPERT_AXES, Ranks, dense_ranks, expert_ranks
 from danlu.spec.cluster import Cluster
 from danlu.spec.plan import DENSE_AXES, Plan
 
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("pp",),
+    ("cp",),
+    ("tp",),
+    ("cp", "tp"),  # ranks that hold parts of the same sequences
+    ("replicate", "shard", "cp", "tp"),  # ranks that hold the same pipeline stage
+)
+"""Groups that somebody asks for, beside the meshes of parameters."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -20,8 +29,6 @@ class Mesh:
     plan: Plan
     device: torch.device
     rank: int
-    dense_ranks: Ranks
-    expert_ranks: Ranks
     parameters: DeviceMesh
     """Where dense parameters are sharded: `shard` (with `cp` folded in), behind `replicate` if there are replicas."""
     expert_parameters: DeviceMesh | None
@@ -30,7 +37,10 @@ class Mesh:
     """The ranks that share every matrix; None for one."""
     experts: DeviceMesh | None
     """The ranks that share the experts; None for one."""
-    _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
+    place: dict[str, int]
+    """This rank's coordinate along every axis."""
+    groups: dict[tuple[str, ...], ProcessGroup | None]
+    """This rank's group along the axes that somebody asks for; None for a group of one."""
 
     def size(self, axis: str) -> int:
         """Ranks along an axis."""
@@ -38,10 +48,7 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along an axis."""
-        ranks, axes = (
-            (self.expert_ranks, EXPERT_AXES) if axis in ("ep", "expert_shard") else (self.dense_ranks, DENSE_AXES)
-        )
-        return int(np.argwhere(ranks == self.rank)[0][axes.index(axis)])
+        return self.place[axis]
 
     @property
     def data_index(self) -> int:
@@ -49,22 +56,8 @@ class Mesh:
         return self.coordinate("replicate") * self.size("shard") + self.coordinate("shard")
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """This rank's group along one or several dense axes; None for a group of one.
-
-        Made when first asked for, by its members alone: no rank waits for groups it is not in.
-        """
-        place = np.argwhere(self.dense_ranks == self.rank)[0]
-        index = tuple(slice(None) if axis in axes else int(at) for axis, at in zip(DENSE_AXES, place, strict=True))
-        members = tuple(sorted(int(rank) for rank in self.dense_ranks[index].flatten()))
-        if len(members) == 1:
-            return None
-        if len(members) == self.dense_ranks.size:
-            return dist.group.WORLD
-        if members not in self._groups:
-            made = dist.new_group(list(members), use_local_synchronization=True, group_desc="·".join(axes))
-            assert made is not None
-            self._groups[members] = made
-        return self._groups[members]
+        """This rank's group along one or several dense axes (one of `GROUPS`); None for a group of one."""
+        return self.groups[axes]
 
 
 def build_mesh(plan: Plan, device: torch.device, rank: int, cluster: Cluster | None, experts: bool) -> Mesh:
@@ -78,13 +71,35 @@ def build_mesh(plan: Plan, device: torch.device, rank: int, cluster: Cluster | N
         plan=plan,
         device=device,
         rank=rank,
-        dense_ranks=dense,
-        expert_ranks=expert,
+        place=_place(rank, expert, EXPERT_AXES) | _place(rank, dense, DENSE_AXES),
+        groups=_groups(rank, dense),
         parameters=_behind_replicas(by_dense, "shard"),
         expert_parameters=_behind_replicas(by_expert, "expert_shard") if by_expert else None,
         tensor=by_dense["tp"] if degrees.tp > 1 else None,
         experts=by_expert["ep"] if by_expert and degrees.ep > 1 else None,
     )
+
+
+def _place(rank: int, ranks: Ranks, axes: tuple[str, ...]) -> dict[str, int]:
+    return dict(zip(axes, (int(at) for at in np.argwhere(ranks == rank)[0]), strict=True))
+
+
+def _groups(rank: int, dense: Ranks) -> dict[tuple[str, ...], ProcessGroup | None]:
+    """Every group of this rank that is not a mesh's, made by its members alone: no rank waits for a group it is not in.
+
+    All ranks make all of `GROUPS` in the same order, whether they need them or not: torch names such a group after
+    its members and the number of groups made before, and ranks that have made fewer would wait for each other forever.
+    """
+    place = _place(rank, dense, DENSE_AXES)
+    made: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dense.size)): dist.group.WORLD, (rank,): None}
+    groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+    for axes in GROUPS:
+        index = tuple(slice(None) if axis in axes else place[axis] for axis in DENSE_AXES)
+        members = tuple(sorted(dense[index].flatten().tolist()))
+        if members not in made:
+            made[members] = dist.new_group(list(members), use_local_synchronization=True, group_desc="·".join(axes))
+        groups[axes] = made[members]
+    return groups
 
 
 def _behind_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:

@@ -99,7 +99,7 @@ def _streams(recipe: Recipe, plan: Plan, parts: list[Decoder], stage: int) -> tu
         dtype = precision.compute_dtype(recipe.precision, f"blocks.{layer}")
         return torch.empty(sequences, length // degrees.tp, model.width, dtype=dtype, device="meta", requires_grad=True)
 
-    head = precision.compute_dtype(recipe.precision, "head")
+    head = precision.compute_dtype(recipe.precision, "embed" if model.tied else "head")
     scores = torch.empty(
         sequences, length, model.vocabulary // degrees.tp, dtype=head, device="meta", requires_grad=True
     )

@@ -1,5 +1,6 @@
 """What happens in a run, written where people and programs look: JSON lines and TensorBoard."""
 
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,9 +13,11 @@ from danlu.spec.run import RunFolder
 class Journal:
     """Appends events to the run's folder. Rank 0 keeps it; figures are global, so the others have nothing to add."""
 
-    def __init__(self, run: RunFolder) -> None:
-        self._events = run.events.open("a")
-        self._tensorboard = SummaryWriter(str(run.tensorboard))
+    def __init__(self, run: RunFolder, step: int = 0) -> None:
+        """Go on behind what is there; charts of steps after `step`, which a resumed run takes again, are dropped."""
+        _drop_unfinished_line(run.events)
+        self._events = run.events.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=step + 1 if step else None)
 
     def write(self, event: Event) -> None:
         """Add an event; it can be read by others when this returns."""
@@ -44,3 +47,11 @@ class Journal:
     ) -> None:
         self._tensorboard.close()
         self._events.close()
+
+
+def _drop_unfinished_line(events: Path) -> None:
+    """Cut off the half line that a killed process left: it is no event, and would spoil the next one."""
+    if events.exists():
+        whole = events.read_bytes()
+        with events.open("r+b") as file:
+            file.truncate(whole.rfind(b"\n") + 1)

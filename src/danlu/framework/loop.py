@@ -7,7 +7,7 @@ from math import isfinite
 from danlu.comm.mesh import Mesh
 from danlu.framework.build import ForwardBackward
 from danlu.framework.feed import Feed
-from danlu.framework.measures import measure_step
+from danlu.framework.measures import even_experts, measure_step
 from danlu.framework.optimizer import learning_rate
 from danlu.framework.state import TrainState
 from danlu.parallel.norm import clip
@@ -50,6 +50,7 @@ def train(
         if commit:
             clip(state.parameters(), step.norm, recipe.optimizer.clip)
             state.update(rate)
+            even_experts(state)
         state.advance(recipe.batch.sequences)
 
         report(

@@ -25,38 +25,50 @@ class StepMeasures:
 
 
 def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int, stop: bool) -> StepMeasures:
-    """Add up the ranks' shares of loss and squared norm, and even the experts' load: three small all-reduces."""
-    imbalance, layers = _balance_experts(state, mesh)
+    """Add up the ranks' shares of loss, squared norm and expert load: three small all-reduces, one wait."""
+    uneven, layers = _expert_load(state, mesh)
     stage_ranks = mesh.plan.degrees.stage
     shares = torch.stack(
         [
             loss.float() / mesh.size("tp"),  # ranks of one tp group computed the same loss
             local_square_sum(state.parameters(), stage_ranks, mesh.device),
-            torch.tensor(imbalance / stage_ranks, device=mesh.device),
+            uneven / stage_ranks,
             torch.tensor(layers / stage_ranks, device=mesh.device),
             torch.tensor(float(stop), device=mesh.device),
         ]
     )
-    largest = torch.tensor(float(memory), dtype=torch.float64)
+    largest = torch.tensor(float(memory), device=mesh.device)
     if mesh.plan.degrees.world > 1:
         dist.all_reduce(shares)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    total_loss, square, imbalance, layers, stops = shares.tolist()
+    total_loss, square, total_uneven, total_layers, stops = shares.tolist()
     return StepMeasures(
         loss=total_loss,
         norm=square**0.5,
         memory=int(largest),
-        imbalance=imbalance / layers if layers else None,
+        imbalance=total_uneven / total_layers if total_layers else None,
         stop=stops > 0,
     )
 
 
-def _balance_experts(state: TrainState, mesh: Mesh) -> tuple[float, int]:
-    """Give every router its global load; the sum of their imbalances, and how many there are."""
-    routers = [module for part in state.parts for module in part.modules() if isinstance(module, Router)]
+def even_experts(state: TrainState) -> None:
+    """Let every router that balances by bias answer to the load of the step that was just measured."""
+    for router in _routers(state):
+        router.even()
+
+
+def _routers(state: TrainState) -> list[Router]:
+    return [module for part in state.parts for module in part.modules() if isinstance(module, Router)]
+
+
+def _expert_load(state: TrainState, mesh: Mesh) -> tuple[Tensor, int]:
+    """Give every router its global load; the sum of their imbalances (max over mean), and how many there are."""
+    routers = _routers(state)
     if not routers:
-        return 0.0, 0
-    loads = torch.stack([router.load_E for router in routers])
+        return torch.zeros((), device=mesh.device), 0
+    loads_LE = torch.stack([router.take_load() for router in routers])
     if group := mesh.group("replicate", "shard", "cp", "tp"):
-        dist.all_reduce(loads, group=group)
-    return sum(router.balance(load) for router, load in zip(routers, loads, strict=True)), len(routers)
+        dist.all_reduce(loads_LE, group=group)
+    for router, load_E in zip(routers, loads_LE, strict=True):
+        router.step_load_E = load_E
+    return (loads_LE.amax(1) / loads_LE.mean(1)).sum(), len(routers)

@@ -45,8 +45,10 @@ class Router(nn.Module):
         self.moe = moe
         self.gate = nn.Linear(width, moe.experts, bias=False)
         self.register_buffer("bias_E", torch.zeros(moe.experts))
-        # Tokens sent to each expert since the last `balance`. Recompute counts a token twice: only shares are used.
+        # Tokens sent to each expert in this step. Recompute counts a token twice: only the proportions are used.
         self.register_buffer("load_E", torch.zeros(moe.experts), persistent=False)
+        self.step_load_E: Tensor
+        """The same over all ranks, once a step is measured."""
         self.sequences_per_step = 1
         """Sequences of the global batch: the auxiliary loss is a mean over them."""
         self.sequence_group: dist.ProcessGroup | None = None
@@ -75,7 +77,7 @@ class Router(nn.Module):
         """
         if self.moe.balance != "loss":
             return shares_BSE.new_zeros(())
-        length, counts_BE = shares_BSE.shape[1], counts_BE
+        length = shares_BSE.shape[1]
         if self.sequence_group is not None:
             length *= self.sequence_group.size()
             counts_BE = counts_BE.clone()
@@ -84,14 +86,17 @@ class Router(nn.Module):
         share_BE = shares_BSE.sum(1) / length
         return (load_BE * share_BE).sum() * (self.moe.balance_rate / self.sequences_per_step)
 
-    @torch.no_grad()
-    def balance(self, load_E: Tensor) -> float:
-        """Take the step's global load: move the bias if that is the way, and say how uneven it was (max over mean)."""
-        share_E = load_E / load_E.sum()
-        if self.moe.balance == "bias":
-            self.bias_E += self.moe.balance_rate * torch.sign(share_E.mean() - share_E)
+    def take_load(self) -> Tensor:
+        """Tokens this rank sent to each expert since the last call."""
+        load_E = self.load_E.clone()
         self.load_E.zero_()
-        return float(share_E.max() / share_E.mean())
+        return load_E
+
+    @torch.no_grad()
+    def even(self) -> None:
+        """Move the bias towards experts that got less than the mean in the last step, if that is the way to balance."""
+        if self.moe.balance == "bias":
+            self.bias_E += self.moe.balance_rate * torch.sign(self.step_load_E.mean() - self.step_load_E)
 
 
 class Experts(nn.Module):
@@ -154,4 +159,4 @@ class MoeLayer(nn.Module):
         y_BSD = (y_TKD * weights.unsqueeze(-1).type_as(y_TKD)).sum(1).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
-        return AttachLoss.apply(y_BSD, loss)
+        return AttachLoss.apply(y_BSD.type_as(x_BSD), loss)

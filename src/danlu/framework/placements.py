@@ -56,9 +56,10 @@ def sharding_units(part: Decoder, mesh: Mesh) -> Iterator[Unit]:
             yield Unit(f"blocks.{layer}.mlp.experts", mlp.experts, mesh.expert_parameters)
         yield Unit(f"blocks.{layer}", block, mesh.parameters)
     if not part.tied:
-        for name, module in (("embed", part.embed), ("head", part.head)):
-            if module is not None:
-                yield Unit(name, module, mesh.parameters)
+        if part.embed is not None:
+            yield Unit("embed", part.embed, mesh.parameters)
+        if part.head is not None:
+            yield Unit("head", part.head, mesh.parameters, last=True)
 
 
 def recompute_regions(part: Decoder, mode: Literal["selective", "full"]) -> Iterator[Region]:

@@ -1,5 +1,6 @@
 """The state of a training run as one value."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ class TrainState:
 
     def seed_step(self, rank: int) -> None:
         """Start the random numbers of this step: the same after a resume as without one."""
-        torch.manual_seed((self.seed * 1_000_003 + self.step) * 1_000_003 + rank)
+        digest = hashlib.blake2b(f"{self.seed}/{self.step}/{rank}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def update(self, learning_rate: float) -> None:
         """Let the optimiser move the parameters along their gradients."""
@@ -56,6 +58,8 @@ class TrainState:
         for part in self.parts:
             tensors |= {f"model.{name}": tensor for name, tensor in part.state_dict().items()}
         for name, parameter in self.named_parameters():
+            if not self.optimizer.state[parameter]:
+                raise RuntimeError(f"parameter {name} must have optimiser state to be saved, but has none")
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"optimizer.{name}.{key}"] = value
         return tensors

@@ -29,6 +29,8 @@ class ExchangedCore(nn.Module):
         heads, kv_heads = q_BSHW.shape[2], k_BSKW.shape[2]
         if kv_heads % ranks:
             # Too few key-value heads to give every rank its own: repeat them up to one a rank.
+            if ranks % kv_heads:
+                raise ValueError(f"{kv_heads} key-value heads must divide the {ranks} ranks of cp or be their multiple")
             repeats = ranks // kv_heads
             k_BSKW, v_BSKW = (x.repeat_interleave(repeats, dim=2) for x in (k_BSKW, v_BSKW))
         # One exchange for the three: per destination, its share of q, k and v heads side by side.

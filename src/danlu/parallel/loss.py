@@ -18,7 +18,7 @@ def cross_entropy_sum(scores_BSV: Tensor, targets_BS: Tensor, group: ProcessGrou
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Three small all-reduces instead of gathering the scores: they are the largest activation of a model.
+    """Two small all-reduces instead of gathering the scores: they are the largest activation of a model.
 
     torch's `loss_parallel` does the same behind a context manager that must be open during backward,
     which a pipeline schedule runs elsewhere.
@@ -37,11 +37,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
         sums_2N = torch.stack((exp_NV.sum(1), target_N))
         dist.all_reduce(sums_2N, group=group)
         total_N, target_N = sums_2N
-        ctx.save_for_backward(exp_NV.div_(total_N[:, None]), local_N, held_N)
+        # The gradient in place of the shares: share of every token, less one for the target.
+        gradient_NV = exp_NV.div_(total_N[:, None])
+        gradient_NV.scatter_add_(1, local_N[:, None], -held_N[:, None].to(gradient_NV.dtype))
+        ctx.save_for_backward(gradient_NV)
         return (total_N.log() - target_N).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        share_NV, local_N, held_N = ctx.saved_tensors
-        gradient_NV = share_NV.scatter_add(1, local_N[:, None], -held_N[:, None].to(share_NV.dtype))
-        return gradient_NV.mul_(grads[0]), None, None
+        (gradient_NV,) = ctx.saved_tensors
+        return gradient_NV * grads[0], None, None

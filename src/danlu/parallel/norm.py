@@ -17,6 +17,7 @@ def _copies(gradient: Tensor, stage_ranks: int) -> int:
     if not isinstance(gradient, DTensor):
         return stage_ranks
     mesh = gradient.device_mesh
+    assert not any(placement.is_partial() for placement in gradient.placements)
     return stage_ranks // prod(
         mesh.size(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()
     )

@@ -15,6 +15,8 @@ class Unit:
     name: str
     module: nn.Module
     mesh: DeviceMesh
+    last: bool = False
+    """The backward pass begins with it, so it is not freed in between."""
 
 
 def apply_sharding(
@@ -24,7 +26,7 @@ def apply_sharding(
     policy: Callable[[str], MixedPrecisionPolicy],
     reshard_after_forward: bool,
 ) -> None:
-    """Shard every unit, inner ones first, then what is left of `part`.
+    """Shard every unit, inner ones first, then what is left of `part`: a tied embedding, or nothing.
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch,
     so one rule holds on every mesh, expert ranks included. On a mesh of one rank this only casts
@@ -32,9 +34,12 @@ def apply_sharding(
     """
     for unit in units:
         fully_shard(
-            unit.module, mesh=unit.mesh, mp_policy=policy(unit.name), reshard_after_forward=reshard_after_forward
+            unit.module,
+            mesh=unit.mesh,
+            mp_policy=policy(unit.name),
+            reshard_after_forward=reshard_after_forward and not unit.last,
         )
-    fully_shard(part, mesh=mesh, mp_policy=policy(""), reshard_after_forward=reshard_after_forward)
+    fully_shard(part, mesh=mesh, mp_policy=policy("embed"), reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

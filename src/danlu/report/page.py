@@ -118,6 +118,11 @@ def _moment(time: float) -> str:
     return f"{moment.day} {moment:%B %Y, %H:%M} UTC"
 
 
+def _peak_words(story: Story) -> str:
+    start = story.paced_by
+    return f"of {wording.flops(start.peak)}, {start.peak_source}" if start else ""
+
+
 def _tiles(story: Story, cluster: Cluster | None) -> str:
     start = story.start
     below = ""
@@ -130,7 +135,7 @@ def _tiles(story: Story, cluster: Cluster | None) -> str:
     tiles = [
         ("Final loss" if story.end else "Loss", wording.loss(story.loss), below),
         ("Tokens a second", wording.count(story.tokens_per_second), "median step" if story.last else ""),
-        ("MFU", wording.percent(story.mfu), f"of {wording.flops(start.peak)}, {start.peak_source}" if start else ""),
+        ("MFU", wording.percent(story.mfu), _peak_words(story)),
         (
             "Peak memory",
             wording.size(story.memory),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from danlu.report import wording
 from danlu.report.story import State, Story, read_story
-from danlu.spec import RunFolder, SpecError, load_recipe
+from danlu.spec import RunFolder, SpecError, Started, load_recipe
 from danlu.spec.problem import nearest, problem_at
 
 SPARKS = 12
@@ -180,7 +180,7 @@ def summary_table(run: RunFolder) -> Table:
 
 
 def _summary_rows(run: RunFolder, story: Story) -> list[tuple[str, str]]:
-    start = story.start
+    start, paced_by = story.start, story.paced_by
     steps = f"{story.step:,}" + (f" of {start.steps:,}" if start else "")
     if story.skipped:
         steps += f", {len(story.skipped):,} skipped"
@@ -191,7 +191,7 @@ def _summary_rows(run: RunFolder, story: Story) -> list[tuple[str, str]]:
         ("steps", steps),
         ("loss", _loss_words(story)),
         ("tokens/s", f"{wording.count(story.tokens_per_second)} (median step)"),
-        ("MFU", f"{wording.percent(story.mfu)} of {wording.flops(start.peak)}, {start.peak_source}" if start else "—"),
+        ("MFU", _mfu_words(story.mfu, paced_by)),
         ("memory", f"{wording.size(story.memory)} on the fullest rank"),
         ("tokens", wording.count(story.tokens)),
         ("time", wording.duration(story.seconds)),
@@ -202,8 +202,14 @@ def _summary_rows(run: RunFolder, story: Story) -> list[tuple[str, str]]:
         rows.append(("message", escape(story.end.message)))
     rows += [("unreadable", escape(str(problem))) for problem in story.problems]
     if run.report.exists():
-        rows.append(("page", escape(str(run.report))))
+        rows.append(("page", escape(str(wording.path(run.report)))))
     return rows
+
+
+def _mfu_words(mfu: float | None, paced_by: Started | None) -> str:
+    if paced_by is None:
+        return wording.MISSING
+    return f"{wording.percent(mfu)} of {wording.flops(paced_by.peak)}, {paced_by.peak_source}"
 
 
 def _loss_words(story: Story) -> str:

@@ -136,15 +136,22 @@ class Story:
         return sum(report.tokens for report in self._reports.values())
 
     @property
+    def paced_by(self) -> Started | None:
+        """The start that the newest step belongs to: speed and MFU are those of its layout, not of an earlier one."""
+        return self._started.get(self._order[-1]) if self._order else self.start
+
+    @property
     def tokens_per_second(self) -> float | None:
-        """The median step's."""
-        speeds = [report.tokens / report.seconds for report in self._reports.values() if report.seconds > 0]
+        """The median step's, of the newest layout."""
+        reports = [self._reports[step] for step in self._order if self._started.get(step) is self.paced_by]
+        speeds = [report.tokens / report.seconds for report in reports if report.seconds > 0]
         return median(speeds) if speeds else None
 
     @property
     def mfu(self) -> float | None:
-        """Share of the stated peak that the median step reaches; None where the run states no peak."""
-        shares = [share for step in self._order if (share := self.mfu_of(step)) is not None]
+        """Share of the stated peak that the median step of the newest layout reaches; None where no peak is stated."""
+        steps = [step for step in self._order if self._started.get(step) is self.paced_by]
+        shares = [share for step in steps if (share := self.mfu_of(step)) is not None]
         return median(shares) if shares else None
 
     def mfu_of(self, step: int) -> float | None:

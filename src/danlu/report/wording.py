@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from math import floor, isfinite, log10
+from pathlib import Path
 
 MISSING = "—"
 
@@ -87,6 +88,11 @@ def duration(seconds: float | None) -> str:
             rest = whole % scale // below
             return f"{whole // scale} {unit} {rest} {lesser}" if rest else f"{whole // scale} {unit}"
     return f"{whole} s"
+
+
+def path(place: Path) -> Path:
+    """A path as short as it can be said from here."""
+    return place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
 
 
 _BARS = "▁▂▃▄▅▆▇█"

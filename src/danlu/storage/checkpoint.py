@@ -7,10 +7,11 @@ checkpoint (DCP), one folder a step, committed by a rename after the last byte i
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -28,27 +29,27 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run. All ranks call `save` and `load` together, with what each holds."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, device: torch.device) -> None:
+        """`device` is where this rank's tensors live: small agreements between ranks are made there."""
         self.folder = folder
         self.keep = keep
+        self.device = device
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
+        """Steps with a complete checkpoint, oldest first, as this rank sees them."""
         return sorted(int(path.name.removeprefix("step-")) for path in self._complete())
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint, or None."""
-        return max(self.steps(), default=None)
+        """The newest complete checkpoint, or None; rank 0 looks, because another rank's file system may lag behind."""
+        newest = self._from_rank_0(lambda: max(self.steps(), default=-1))
+        return None if newest < 0 else newest
 
     def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Path:
         """Write a checkpoint; when this returns it is complete, and older ones beyond `keep` are gone."""
         path = self._path(step)
-        if path.exists():
-            raise CheckpointError(f"checkpoint {path} must be new, but exists already; it is left as it is")
         partial = path.with_name(path.name + _PARTIAL)
-        if dist.get_rank() == 0 and partial.exists():
-            shutil.rmtree(partial)  # what a run that died in the middle of saving left behind
-        dist.barrier()
+        if self._from_rank_0(lambda: _make_way(path, partial)):
+            raise CheckpointError(f"checkpoint {path} must be new, but exists already; it is left as it is")
         save(dict(tensors), storage_writer=FileSystemWriter(partial))
         if dist.get_rank() == 0:
             _write_durably(partial / _SCALARS, json.dumps(dict(scalars)))
@@ -56,7 +57,7 @@ class Checkpoints:
             partial.rename(path)
             _sync(self.folder)
             for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self._path(old))
+                _remove(self._path(old))
         dist.barrier()
         return path
 
@@ -69,11 +70,31 @@ class Checkpoints:
         scalars: dict[str, Any] = json.loads((path / _SCALARS).read_text())
         return scalars
 
+    def _from_rank_0(self, answer: Callable[[], int]) -> int:
+        """What rank 0 answers, on every rank."""
+        told = torch.tensor(answer() if dist.get_rank() == 0 else 0, device=self.device)
+        dist.broadcast(told, src=0)
+        return int(told)
+
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def _complete(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if path.suffix != _PARTIAL and (path / _SCALARS).exists()]
+
+
+def _make_way(path: Path, partial: Path) -> bool:
+    """Whether the checkpoint exists; if not, what a run that died in the middle of saving it left is removed."""
+    if not path.exists() and partial.exists():
+        shutil.rmtree(partial)
+    return path.exists()
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; one that is half deleted does not look complete."""
+    partial = path.with_name(path.name + _PARTIAL)
+    path.rename(partial)
+    shutil.rmtree(partial)
 
 
 def _write_durably(path: Path, text: str) -> None:

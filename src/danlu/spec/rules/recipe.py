@@ -12,10 +12,10 @@ RecipeRule = Callable[[Sourced[Recipe]], Iterator[Problem]]
 
 
 def precision_names(model: Model) -> list[str]:
-    """Names of the modules that a pattern under `precision.layers` may match."""
+    """Names of the modules that a pattern under `precision.layers` may match; a tied head is its embedding."""
     blocks = [f"blocks.{layer}" for layer in range(model.layers)]
     experts = [f"blocks.{layer}.mlp.experts" for layer in range(model.layers) if model.is_moe_layer(layer)]
-    return ["embed", *blocks, *experts, "head"]
+    return ["embed", *blocks, *experts, *([] if model.tied else ["head"])]
 
 
 def positions_reach(recipe: Sourced[Recipe]) -> Iterator[Problem]:
