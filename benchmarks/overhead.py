@@ -149,7 +149,7 @@ def danlu(recipe: Recipe, plan: Plan, mesh: Mesh, folder: Path) -> Callable[[int
     """The whole loop as `danlu train` runs it: global loss and norm, journal, TensorBoard, the wish to stop."""
     state, forward_backward = build_run(recipe, plan, mesh)
     shards = TokenShards.open(Path(recipe.data.shards))
-    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, mesh)
+    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
     if mesh.rank == 0:
         folder.mkdir()
     write = Journal(RunFolder(folder)).write if mesh.rank == 0 else (lambda event: None)
