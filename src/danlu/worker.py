@@ -26,6 +26,7 @@ from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
 from danlu.framework.state import TrainState
 from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
+from danlu.spec.event import PeakSource
 from danlu.storage.checkpoint import Checkpoints
 from danlu.storage.tokens import Dataset, TokenShards
 
@@ -115,7 +116,7 @@ def _backend(chip: Descriptor, place: Place) -> str:
     return "gloo"  # a run of one never talks to anybody
 
 
-def _peak(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> tuple[float, Any]:
+def _peak(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> tuple[float, PeakSource]:
     """FLOP/s of all ranks that MFU is reckoned against, and where the figure comes from."""
     dtype, world = recipe.precision.compute, mesh.plan.degrees.world
     if cluster is not None:

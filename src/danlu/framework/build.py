@@ -42,7 +42,7 @@ def build(recipe: Recipe, plan: Plan, mesh: Mesh) -> tuple[TrainState, ForwardBa
     loss = partial(_loss, tokens=recipe.batch.tokens, group=mesh.group("tp"))
     forward_backward: ForwardBackward
     if plan.degrees.pp > 1:
-        streams = partial(_streams, recipe, plan, parts)
+        streams = partial(_streams, recipe, plan)
         group = mesh.group("pp")
         assert group is not None
         forward_backward = Pipeline(plan, parts, stages, streams, loss, mesh.device, group)
@@ -87,7 +87,7 @@ def _loss(scores_BSV: Tensor, targets_BS: Tensor, tokens: int, group: torch.dist
     return cross_entropy_sum(scores_BSV, targets_BS, group) / tokens
 
 
-def _streams(recipe: Recipe, plan: Plan, parts: list[Decoder], stage: int) -> tuple[Tensor, Tensor]:
+def _streams(recipe: Recipe, plan: Plan, stage: int) -> tuple[Tensor, Tensor]:
     """Meta tensors like what enters and leaves a stage, for one microbatch on one rank."""
     degrees, model = plan.degrees, recipe.model
     sequences = recipe.batch.sequences // degrees.data // plan.microbatches

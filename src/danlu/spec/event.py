@@ -6,6 +6,9 @@ from pydantic import Field, TypeAdapter
 
 from danlu.spec.description import Description
 
+PeakSource = Literal["measured at start", "measured by danlu probe", "data sheet"]
+"""Where the FLOP/s come from that MFU is reckoned against."""
+
 
 class Started(Description):
     """A run's processes have built the model and are about to take a step."""
@@ -24,7 +27,7 @@ class Started(Description):
     """Model FLOPs, forward and backward, without recompute."""
     peak: float
     """FLOP/s of all ranks that MFU is reckoned against."""
-    peak_source: Literal["measured at start", "measured by danlu probe", "data sheet"]
+    peak_source: PeakSource
     baseline_loss: float | None = None
     """Cross-entropy a unigram model of the corpus reaches: a model that has learned anything is below it."""
 
