@@ -10,6 +10,7 @@ from danlu.cli import data
 from danlu.cli.catalogue import catalogue
 from danlu.cli.check import check
 from danlu.cli.chips import chips
+from danlu.cli.dryrun import dryrun
 from danlu.cli.launch import launch
 from danlu.cli.probe import probe
 from danlu.cli.runs import runs
@@ -50,6 +51,7 @@ app.command()(launch)
 app.command()(runs)
 app.command()(show)
 app.command()(check)
+app.command()(dryrun)
 app.command()(probe)
 app.add_typer(data.app, name="data")
 app.command()(catalogue)

@@ -1,6 +1,7 @@
 """One function that turns a recipe and a plan into a trainable model; its order is its documentation."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -29,16 +30,23 @@ ForwardBackward = Callable[[Tensor, Tensor], Tensor]
 """Takes this rank's tokens and targets, leaves gradients, returns this rank's share of the mean loss."""
 
 
-def build(recipe: Recipe, plan: Plan, mesh: Mesh) -> tuple[TrainState, ForwardBackward]:
-    """Make this rank's part of the model, parallel as the plan says, with its optimiser and its way of one step."""
+def build(
+    recipe: Recipe, plan: Plan, mesh: Mesh, tensors: AbstractContextManager[object] | None = None
+) -> tuple[TrainState, ForwardBackward]:
+    """Make this rank's part of the model, parallel as the plan says, with its optimiser and its way of one step.
+
+    A dry run gives the context in which `tensors` are made; everything before that needs no memory anyway.
+    """
     stages = rank_stages(plan, mesh.coordinate("pp"))
     with torch.device("meta"):
         parts = [_decoder(recipe, plan, stage) for stage in stages]
     for part in parts:
         parallelise(part, recipe, plan, mesh)
-        part.to_empty(device=mesh.device)
-        part.tie()
-    initialise(parts, recipe.model, recipe.seed)
+    with tensors or nullcontext():
+        for part in parts:
+            part.to_empty(device=mesh.device)
+            part.tie()
+        initialise(parts, recipe.model, recipe.seed)
     loss = partial(_loss, tokens=recipe.batch.tokens, group=mesh.group("tp"))
     forward_backward: ForwardBackward
     if plan.degrees.pp > 1:

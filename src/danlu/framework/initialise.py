@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -51,7 +52,8 @@ def _fill_normal(parameter: Tensor, deviation: float, key: int) -> None:
     shape = parameter.shape
     local, offset = parameter, (0,) * len(shape)
     if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+        with unset_fake_temporarily():  # the mesh reckons with tensors of its own, which a dry run must not fake
+            _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
         local = parameter.to_local()
     if local.numel() == 0:
         return

@@ -25,7 +25,23 @@ class StepMeasures:
 
 
 def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int, stop: bool) -> StepMeasures:
-    """Add up the ranks' shares of loss, squared norm and expert load: three small all-reduces, one wait."""
+    """The step's figures over all ranks."""
+    shares, largest = reduce_measures(state, mesh, loss, memory, stop)
+    total_loss, square, total_uneven, total_layers, stops = shares.tolist()
+    return StepMeasures(
+        loss=total_loss,
+        norm=square**0.5,
+        memory=int(largest),
+        imbalance=total_uneven / total_layers if total_layers else None,
+        stop=stops > 0,
+    )
+
+
+def reduce_measures(state: TrainState, mesh: Mesh, loss: Tensor, memory: int, stop: bool) -> tuple[Tensor, Tensor]:
+    """Add up the ranks' shares of loss, squared norm and expert load, and take their largest memory.
+
+    Three small all-reduces; nobody waits for them until the figures are read.
+    """
     uneven, layers = _expert_load(state, mesh)
     stage_ranks = mesh.plan.degrees.stage
     shares = torch.stack(
@@ -41,14 +57,7 @@ def measure_step(state: TrainState, mesh: Mesh, loss: Tensor, memory: int, stop:
     if mesh.plan.degrees.world > 1:
         dist.all_reduce(shares)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    total_loss, square, total_uneven, total_layers, stops = shares.tolist()
-    return StepMeasures(
-        loss=total_loss,
-        norm=square**0.5,
-        memory=int(largest),
-        imbalance=total_uneven / total_layers if total_layers else None,
-        stop=stops > 0,
-    )
+    return shares, largest
 
 
 def even_experts(state: TrainState) -> None:

@@ -47,7 +47,7 @@ class Pipeline:
         group: ProcessGroup,
     ) -> None:
         """`streams(stage)` gives meta tensors like a stage's input and output: ranks need not ask each other."""
-        made = [
+        self.stages = [
             PipelineStage(part, stage, plan.stages, device, *streams(stage), group=group)
             for part, stage in zip(parts, stages, strict=True)
         ]
@@ -57,10 +57,10 @@ class Pipeline:
         # Gradients are not averaged over microbatches: the loss is already divided by the tokens of the global batch.
         if name in SINGLE:
             self.schedule: PipelineScheduleSingle | PipelineScheduleMulti = SINGLE[name](
-                made[0], plan.microbatches, loss_fn=loss, scale_grads=False
+                self.stages[0], plan.microbatches, loss_fn=loss, scale_grads=False
             )
         else:
-            self.schedule = LOOPED[name](list(made), plan.microbatches, loss_fn=loss, scale_grads=False)
+            self.schedule = LOOPED[name](list(self.stages), plan.microbatches, loss_fn=loss, scale_grads=False)
 
     def __call__(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, zero where the last stage is elsewhere."""
