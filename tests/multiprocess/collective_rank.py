@@ -138,7 +138,7 @@ def auxiliary_loss_of_split_sequences(folder: Path) -> None:
         router.sequences_per_step, router.sequence_group = 3, group
         with torch.no_grad():
             router.gate.weight.copy_(normal(4, 6, seed=1))
-        loss = router(tokens)[2]
+        loss = router(tokens)[3]
         loss.backward()
         assert router.gate.weight.grad is not None
         return loss.detach(), router.gate.weight.grad

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from layouts import Layout, recipe
+from layouts import LAYOUTS, Layout, recipe
 
 from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import build_mesh
@@ -14,14 +14,8 @@ from danlu.framework.dryrun import dry_run, trace_step
 
 
 def layouts(world: int) -> list[Layout]:
-    """The dense layouts of a world; compiled code keeps its collectives to itself."""
-    from layouts import LAYOUTS
-
-    return [
-        layout
-        for layout in LAYOUTS
-        if layout.plan.degrees.world == world and layout.model != "tiny-moe" and not layout.plan.compile
-    ]
+    """The layouts of a world; compiled code keeps its collectives to itself."""
+    return [layout for layout in LAYOUTS if layout.plan.degrees.world == world and not layout.plan.compile]
 
 
 def main() -> None:
@@ -32,7 +26,7 @@ def main() -> None:
     for number, layout in enumerate(layouts(world)):
         made = recipe(layout.model, str(folder / "shards"), layout.changes)
         join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
-        mesh = build_mesh(layout.plan, torch.device("cpu"), rank, layout.cluster, experts=False)
+        mesh = build_mesh(layout.plan, torch.device("cpu"), rank, layout.cluster, experts=made.model.moe is not None)
         real = trace_step(made, mesh, layout.cluster)
         leave()
         dry = dry_run(made, layout.plan, layout.cluster, rank)

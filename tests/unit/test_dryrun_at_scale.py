@@ -62,9 +62,14 @@ def test_stages_of_a_pipeline_differ() -> None:
     assert first.peak != last.peak
 
 
-def test_experts_are_refused_by_name() -> None:
-    with pytest.raises(NotYetDryError, match="must have no experts for a dry run, but has 8"):
-        dry_run(recipe("tiny-moe"), Plan(), None, 0)
+def test_experts_are_routed_evenly_and_exchanged_among_the_ranks_that_hold_them() -> None:
+    plan = Plan(degrees=Degrees(shard=64, ep=8))
+    trace = dry_run(recipe("tiny-moe"), plan, None, rank=63)
+    exchanges = [call for call in trace.collectives if call.operation == "all_to_all" and call.dtype == "float32"]
+    copies, width, layers = 512 // 64 * 64 * 2, 64, 3
+    assert {call.axes for call in exchanges} == {"ep"}
+    assert [call.size for call in exchanges] == [copies * width * 4]
+    assert sum(call.count for call in exchanges) == 4 * layers, "there and back, forward and backward"
 
 
 def test_compiled_blocks_are_refused_by_name() -> None:

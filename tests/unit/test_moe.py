@@ -144,8 +144,8 @@ def test_the_auxiliary_loss_adds_up_over_sequences() -> None:
     made = router(balance_rate=1.0)
     made.sequences_per_step = 6
     x = stream(sequences=6)
-    whole = made(x)[2]
-    pieces = [made(piece)[2] for piece in (x[:1], x[1:4], x[4:])]
+    whole = made(x)[3]
+    pieces = [made(piece)[3] for piece in (x[:1], x[1:4], x[4:])]
     torch.testing.assert_close(sum(pieces), whole)
 
 
@@ -154,7 +154,7 @@ def test_an_even_router_pays_its_rate_and_a_collapsed_one_many_times_that() -> N
     even.sequences_per_step = 3
     with torch.no_grad():
         even.gate.weight.zero_()
-    assert even(stream())[2].item() == pytest.approx(0.5), "shares of 1/E, whatever the load"
+    assert even(stream())[3].item() == pytest.approx(0.5), "shares of 1/E, whatever the load"
     collapsed = router(balance_rate=0.5)
     collapsed.sequences_per_step = 3
     with torch.no_grad():
@@ -162,12 +162,12 @@ def test_an_even_router_pays_its_rate_and_a_collapsed_one_many_times_that() -> N
         collapsed.gate.weight[:2, 0] = 1e4
     x = stream()
     x[..., 0] = 1.0
-    assert collapsed(x)[2].item() == pytest.approx(0.5 * EXPERTS / 2), "two experts of six share everything"
+    assert collapsed(x)[3].item() == pytest.approx(0.5 * EXPERTS / 2), "two experts of six share everything"
 
 
 def test_without_a_balancing_loss_there_is_none() -> None:
     for balance in ("bias", "none"):
-        assert router(balance=balance)(stream())[2].item() == 0
+        assert router(balance=balance)(stream())[3].item() == 0
 
 
 # --- the bias
@@ -178,7 +178,7 @@ def test_the_bias_moves_the_choice_and_never_the_weight() -> None:
     x = stream()
     before = made(x)
     made.bias_E[0] = 10.0
-    chosen, weights, _ = made(x)
+    chosen, weights, _, _ = made(x)
     assert (chosen == 0).any(1).all() and not (before[0] == 0).any(1).all()
     scores = made.gate(x).softmax(-1).flatten(0, 1)
     torch.testing.assert_close(weights, scores.gather(1, chosen))

@@ -23,7 +23,7 @@ def dryrun(
     """Run the real program for one step without the machine: what each rank sends, and the memory it needs.
 
     Builds the model and takes whole optimiser steps as the chosen ranks, on tensors without memory and a
-    network without peers. The batch is the recipe's; models with experts are not covered yet.
+    network without peers. The batch is the recipe's; experts are taken for evenly loaded.
     """
     checked = check_all(recipe, plan, cluster, default=Plan())
     numbers = _ranks(ranks, checked.plan.degrees.world)

@@ -16,8 +16,10 @@ from danlu.comm.mesh import Mesh, build_mesh
 from danlu.comm.record import Call, CollectiveRecorder
 from danlu.framework.build import ForwardBackward, build
 from danlu.framework.measures import reduce_measures
+from danlu.framework.moe import LocalExchange
 from danlu.framework.state import TrainState
 from danlu.memory.live import LiveBytes
+from danlu.parallel.expert import ExpertExchange
 from danlu.parallel.norm import clip
 from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
@@ -32,11 +34,6 @@ class NotYetDryError(RuntimeError):
 
 def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Trace:
     """Run one optimiser step as rank `rank` of the plan's world, and say what it sends and holds."""
-    if recipe.model.moe is not None:
-        raise NotYetDryError(
-            f"model {recipe.model.name!r} must have no experts for a dry run, but has {recipe.model.moe.experts}: how "
-            "many tokens reach an expert depends on values that fake tensors do not have"
-        )
     if plan.compile:
         raise NotYetDryError(
             "`compile` must be false for a dry run, but is true: compiled code does not run on fake tensors; what a "
@@ -44,7 +41,7 @@ def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> T
         )
     join_fake(rank, plan.degrees.world)
     try:
-        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=False)
+        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=recipe.model.moe is not None)
         return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
         leave()
@@ -62,6 +59,7 @@ def trace_step(
         state, forward_backward = build(recipe, mesh.plan, mesh, _entered(tensors, fake or nullcontext(), live))
         if fake is not None:
             _skip_vote(forward_backward)
+            _route_evenly(state)
         live.mark(state.parameters(), "parameters")
         _step(recipe, state, forward_backward, mesh)
         live.mark(_optimizer_tensors(state), "optimiser")
@@ -100,8 +98,9 @@ def _trace(mesh: Mesh, cluster: Cluster | None, recorder: CollectiveRecorder, li
 
 def _batch(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, Tensor]:
     degrees = mesh.plan.degrees
-    shape = (recipe.batch.sequences // degrees.data, recipe.batch.length // degrees.cp)
-    return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    rows, length = recipe.batch.sequences // degrees.data, recipe.batch.length // degrees.cp
+    tokens = (torch.arange(rows * length) % recipe.model.vocabulary).view(rows, length)
+    return tokens, tokens.clone()
 
 
 def _optimizer_tensors(state: TrainState) -> list[Tensor]:
@@ -126,6 +125,14 @@ def _entered(stack: ExitStack, *contexts: AbstractContextManager[object]) -> Ite
     for context in contexts:
         stack.enter_context(context)
     yield
+
+
+def _route_evenly(state: TrainState) -> None:
+    """Let every expert get its share: where tokens go depends on values that fake tensors do not have."""
+    for part in state.parts:
+        for module in part.modules():
+            if isinstance(module, LocalExchange | ExpertExchange):
+                module.even = True
 
 
 def _skip_vote(forward_backward: ForwardBackward) -> None:

@@ -54,8 +54,8 @@ class Router(nn.Module):
         self.sequence_group: dist.ProcessGroup | None = None
         """Ranks that hold parts of the same sequences, if they are split."""
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The chosen experts and their weights, both T × top_k, and the auxiliary loss of these tokens."""
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The chosen experts and their weights, both T × top_k, copies for every expert, and the auxiliary loss."""
         scores_BSE = self.gate(x_BSD).float()
         shares_BSE = scores_BSE.softmax(-1)
         scores_BSE = shares_BSE if self.moe.score == "softmax" else scores_BSE.sigmoid()
@@ -65,10 +65,13 @@ class Router(nn.Module):
         if self.moe.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         with torch.no_grad():
-            counts_BE = F.one_hot(chosen, self.moe.experts).sum((1, 2)).float()
-            self.load_E += counts_BE.sum(0)
+            counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(
+                1, chosen.flatten(1), torch.ones_like(weights).flatten(1)
+            )
+            counts_E = counts_BE.sum(0)
+            self.load_E += counts_E
         loss = self._auxiliary_loss(shares_BSE, counts_BE)
-        return chosen.flatten(0, 1), weights.flatten(0, 1), loss
+        return chosen.flatten(0, 1), weights.flatten(0, 1), counts_E.long(), loss
 
     def _auxiliary_loss(self, shares_BSE: Tensor, counts_BE: Tensor) -> Tensor:
         """Load times share of every expert, per sequence: linear over sequences, so no layout changes it.
@@ -126,13 +129,22 @@ def _held(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def spread_evenly(copies: int, experts: int) -> list[int]:
+    """Copies for every expert, as even as they go."""
+    share, rest = divmod(copies, experts)
+    return [share + (expert < rest) for expert in range(experts)]
+
+
 class LocalExchange(nn.Module):
     """Bring token copies to their experts: all of them are here. The seam that expert parallelism replaces."""
+
+    even = False
+    """Take the load for even instead of looking: a dry run's tensors have no values to look at."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would compile anew
     def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
         """Token copies sorted by expert through their experts, back in the same order."""
-        return experts(x_ND, counts_E.tolist())
+        return experts(x_ND, spread_evenly(len(x_ND), len(counts_E)) if self.even else counts_E.tolist())
 
 
 class MoeLayer(nn.Module):
@@ -141,7 +153,6 @@ class MoeLayer(nn.Module):
     def __init__(self, width: int, moe: Moe, activation: str, shared: nn.Module | None) -> None:
         super().__init__()
         self.top_k = moe.top_k
-        self.experts_total = moe.experts
         self.router = Router(width, moe)
         self.exchange: nn.Module = LocalExchange()
         self.experts = Experts(width, moe, activation)
@@ -149,10 +160,9 @@ class MoeLayer(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Send every token to its experts and add up what they answer."""
-        chosen, weights, loss = self.router(x_BSD)
+        chosen, weights, counts_E, loss = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         order_N = chosen.flatten().argsort(stable=True)
-        counts_E = torch.bincount(chosen.flatten(), minlength=self.experts_total)
         y_ND = self.exchange(x_TD[order_N // self.top_k], counts_E, self.experts)
         back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
         y_TKD = y_ND[back_N].unflatten(0, (-1, self.top_k))

@@ -16,24 +16,36 @@ class ExpertExchange(nn.Module):
     Shapes: N token copies here, M token copies that reach this rank, L experts held, R ranks of `ep`.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, even: bool = False) -> None:
+        """`even` takes the load for even instead of looking: a dry run's tensors have no values to look at."""
         super().__init__()
         self.group = group
+        self.even = even
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would compile anew
     def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
         """Token copies sorted by expert through their experts, back in the same order."""
-        ranks = self.group.size()
-        coming_RL = all_to_all_single(counts_E, None, None, self.group).view(ranks, -1)
-        send, receive = counts_E.view(ranks, -1).sum(1).tolist(), coming_RL.sum(1).tolist()
+        sent_RL, coming_RL = self._agree(x_ND, counts_E)
+        send, receive = [sum(row) for row in sent_RL], [sum(row) for row in coming_RL]
         x_MD = all_to_all_single_autograd(x_ND, receive, send, self.group)
         # They come sorted by sender, then expert; experts want them sorted by expert.
-        held = coming_RL.shape[1]
-        expert_M = torch.arange(held, device=x_ND.device).repeat(ranks).repeat_interleave(coming_RL.flatten())
-        order_M = expert_M.argsort(stable=True)
-        y_MD = experts(x_MD[order_M], coming_RL.sum(0).tolist())
+        repeats = torch.tensor([count for row in coming_RL for count in row], device=x_ND.device)
+        experts_held = torch.arange(len(coming_RL[0]), device=x_ND.device).repeat(len(coming_RL))
+        order_M = experts_held.repeat_interleave(repeats, output_size=sum(receive)).argsort(stable=True)
+        y_MD = experts(x_MD[order_M], [sum(column) for column in zip(*coming_RL, strict=True)])
         back_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
         return all_to_all_single_autograd(y_MD[back_M], send, receive, self.group)
+
+    def _agree(self, x_ND: Tensor, counts_E: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        """Copies that this rank sends to, and gets from, every rank, for every expert held there and here."""
+        ranks = self.group.size()
+        coming_E = all_to_all_single(counts_E, None, None, self.group)
+        if not self.even:
+            return counts_E.view(ranks, -1).tolist(), coming_E.view(ranks, -1).tolist()
+        share, rest = divmod(len(x_ND), len(counts_E))
+        held = len(counts_E) // ranks
+        sent = [[share + (rank * held + at < rest) for at in range(held)] for rank in range(ranks)]
+        return sent, [sent[self.group.rank()]] * ranks
 
 
 def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
