@@ -53,8 +53,9 @@ def export_hf(
         return tensor
 
     imported = Path(recipe.weights) if recipe.weights else None
-    if imported is not None and not (imported / hf.ORIGINAL).is_dir():
-        typer.echo(f"{imported} is gone: tokenizer and other settings are not carried along", err=True)
+    if imported is not None and not (imported / hf.ORIGINAL / hf.CONFIG).is_file():
+        missing = imported / hf.ORIGINAL / hf.CONFIG
+        typer.echo(f"tokenizer and other settings are not carried along, because there is no {missing}", err=True)
         imported = None
     with weights_progress() as on_progress:
         family = hf.export_hf(recipe.model, read, output, imported, dtype, on_progress)

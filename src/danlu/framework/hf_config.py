@@ -114,8 +114,12 @@ def to_config(model: Model, family: Family, dtype: str, carried: dict[str, Any])
         values |= {"attention_bias": model.bias, "mlp_bias": model.bias}
     if family.model_type == "qwen3":
         values |= {"attention_bias": False}
-    if family.model_type in ("mistral", "mixtral"):
-        values |= {"sliding_window": None}
+    # A window that was as long as the model when it came in need not be so any more.
+    values.pop("layer_types", None)
+    if family.model_type != "llama":
+        values["sliding_window"] = None
+    if family.model_type in ("qwen2", "qwen3"):
+        values["use_sliding_window"] = False
     if model.moe is not None:
         values |= {"num_local_experts": model.moe.experts, "num_experts_per_tok": model.moe.top_k}
         values |= {"router_aux_loss_coef": model.moe.balance_rate if model.moe.balance == "loss" else 0.0}

@@ -1,6 +1,6 @@
 """Checkpoints: save and load a run's tensors under global names, at any layout.
 
-The seam of four questions that the rest of Danlu asks. Behind it today: PyTorch's distributed
+The seam of five questions that the rest of Danlu asks. Behind it today: PyTorch's distributed
 checkpoint (DCP), one folder a step, committed by a rename after the last byte is on disk.
 """
 
