@@ -1,6 +1,7 @@
 """Hugging Face in and out: the same logits as transformers, the same bits after a round trip, and what is refused."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from made_hf import LLAMA3, MODELS, make_hf
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
+from danlu.cli.export_hf import choose_step, step_of
+from danlu.cli.prepare import check_weights
 from danlu.cost import parameters
 from danlu.framework.hf import MODEL, export_hf, import_hf
 from danlu.framework.hf_compare import TOLERANCE, compare, imported_decoder, read_decoder
@@ -281,3 +284,85 @@ def test_the_command_prints_the_comparison(tmp_path: Path) -> None:
     strict = CliRunner().invoke(app, ["import", "hf", str(source), "-o", str(tmp_path / "strict"), "--tolerance", "0"])
     assert (strict.exit_code == 1) == (figures["max_difference"] > 0)
     assert "max |Δ| of logits" in strict.stdout
+
+
+def test_without_transformers_the_command_says_what_was_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_hf(tmp_path / "source")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = CliRunner().invoke(app, ["import", "hf", str(source), "-o", str(tmp_path / "out"), "--json"])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert "comparison with transformers was not made" in line and "pip install 'danlu[hf]'" in line
+    assert json.loads(result.stdout)["compared"] is False
+
+
+def test_a_recipe_may_not_change_what_the_weights_mean(tmp_path: Path) -> None:
+    import_hf(make_hf(tmp_path / "source", "llama, long context"), tmp_path / "out")
+    path = tmp_path / "recipe.toml"
+
+    def check(table: str) -> None:
+        path.write_text(RECIPE.format(weights=tmp_path / "out") + table)
+        check_weights(path, load_recipe(path))
+
+    check("[model]\nsequence = 64\n")
+    with pytest.raises(SpecError) as refused:
+        check("[model]\nrope_theta = 500000.0\n")
+    (problem,) = refused.value.problems
+    assert problem.key == "model.rope_theta" and problem.message.startswith("is 500000.0, but 10000.0 in")
+    assert path.read_text().splitlines()[problem.line - 1] == "rope_theta = 500000.0"
+
+
+def test_a_run_and_its_step() -> None:
+    assert step_of("tuned") == ("tuned", None)
+    assert step_of("runs/tuned@20") == ("runs/tuned", 20)
+    assert choose_step("tuned", None, [10, 20]) == 20
+    assert choose_step("tuned", 10, [10, 20]) == 10
+    with pytest.raises(SpecError, match=r"no checkpoint of step 15; saved are \[10, 20\]"):
+        choose_step("tuned", 15, [10, 20])
+    with pytest.raises(SpecError, match="has no complete checkpoint"):
+        choose_step("tuned", None, [])
+    with pytest.raises(SpecError, match='has "last" for its step'):
+        step_of("tuned@last")
+
+
+def test_old_tables_of_positions_are_no_error_and_a_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = make_hf(tmp_path / "source", "llama tied")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(20)}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    import_hf(source, tmp_path / "out")
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, file)
+    with pytest.raises(SpecError, match="differs from the embedding"):
+        import_hf(source, tmp_path / "again")
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = make_hf(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(SpecError, match="is stored as I8, but must be one of F64, F32, BF16, F16"):
+        import_hf(source, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bias": True, "qkv_bias": True}, "`qkv_bias` must be false"),
+        ({"position": "learned", "rope_scaling": {"factor": 8.0, "original": 64}}, '`position` must be "rope"'),
+        ({"rope_scaling": {"factor": 8.0, "original": 64, "low": 4.0, "high": 4.0}}, "`high` must be above `low`"),
+    ],
+)
+def test_traits_that_contradict_each_other(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Model.model_validate(LLAMA_LIKE.model_dump() | changes)

@@ -37,6 +37,7 @@ def export_hf(
 
     from danlu.framework import hf
     from danlu.framework.hf_compare import read_decoder
+    from danlu.framework.hf_config import CONFIG
     from danlu.framework.weights import parameter_shapes
     from danlu.storage.checkpoint import Checkpoints
 
@@ -53,8 +54,7 @@ def export_hf(
         return tensor
 
     imported = Path(recipe.weights) if recipe.weights else None
-    if imported is not None and not (imported / hf.ORIGINAL / hf.CONFIG).is_file():
-        missing = imported / hf.ORIGINAL / hf.CONFIG
+    if imported is not None and not (missing := imported / hf.ORIGINAL / CONFIG).is_file():
         typer.echo(f"tokenizer and other settings are not carried along, because there is no {missing}", err=True)
         imported = None
     with weights_progress() as on_progress:

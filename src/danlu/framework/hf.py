@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +152,14 @@ class _Source:
         expected: dict[str, tuple[int, ...]] = {}
         for name in self.places:
             expected |= self._expected(name)
-        problems = [problem for problem in self.weights.differences(expected) if not self._may_be_left_out(problem.key)]
-        if problems:
+        if problems := self.weights.differences(expected, self._may_be_left_out):
             raise SpecError(problems)
         self._check_tied_head()
 
     def entries(self) -> Iterator[Entry]:
         """What an import writes, in the model's own order."""
         for name, shape in self.shapes.items():
-            dtype = self.weights.dtype(next(iter(self._expected(name))))
+            dtype = reduce(torch.promote_types, map(self.weights.dtype, self._expected(name)))
             yield Entry(name, shape, dtype, partial(self._pieces, name))
 
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 """Dtypes of weights that can be trained from, by their name in a safetensors header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_TOLD = 8  # of each kind of wrong tensor: the first few tell what is wrong with all of them
+
 OnProgress = Callable[[int, int], None]
 """Told how many bytes are done, and how many there are."""
 
@@ -48,13 +50,13 @@ class Weights:
     def __init__(self, folder: Path, stem: str) -> None:
         self.folder = folder
         self._open = _safe_open()
+        self._handles: dict[str, Any] = {}
         index = folder / f"{stem}.safetensors.index.json"
         single = folder / f"{stem}.safetensors"
         if index.is_file():
             self._files: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
         elif single.is_file():
-            with self._handle(single.name) as file:
-                self._files = dict.fromkeys(file.keys(), single.name)
+            self._files = dict.fromkeys(self._handle(single.name).keys(), single.name)
         else:
             message = f"has neither {index.name} nor {single.name}"
             raise SpecError([problem_at(folder, 1, "weights", message, "a folder that holds safetensors weights")])
@@ -69,13 +71,11 @@ class Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        with self._handle(self._files[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor; a dtype of quantised weights is an error."""
-        with self._handle(self._files[name]) as file:
-            stored = file.get_slice(name).get_dtype()
+        stored = self._handle(self._files[name]).get_slice(name).get_dtype()
         if stored not in DTYPES:
             message = f"is stored as {stored}, but must be one of {', '.join(DTYPES)}"
             path = self.folder / self._files[name]
@@ -84,35 +84,42 @@ class Weights:
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
         """A tensor, or the part of it that begins at `offset` and has `shape`."""
-        with self._handle(self._files[name]) as file:
-            if offset is None or shape is None:
-                whole: Tensor = file.get_tensor(name)
-                return whole
-            part: Tensor = file.get_slice(name)[
-                tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-            ]
-            return part
+        file = self._handle(self._files[name])
+        if offset is None or shape is None:
+            whole: Tensor = file.get_tensor(name)
+            return whole
+        place = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        part: Tensor = file.get_slice(name)[place]
+        return part
 
-    def differences(self, expected: Mapping[str, Sequence[int]]) -> list[Problem]:
-        """What is missing, unexpected or of another shape, where `expected` says the shape of every name."""
-        unexpected = [name for name in self._files if name not in expected]
-        problems = [
-            self._problem(name, "is missing", nearest(name, unexpected)) for name in expected if name not in self._files
-        ]
-        problems += [
-            self._problem(name, "is not a tensor of this model", nearest(name, list(expected))) for name in unexpected
-        ]
-        for name, shape in expected.items():
-            if name in self._files and self.shape(name) != tuple(shape):
-                message = f"has shape {list(self.shape(name))}, but the model needs {list(shape)}"
-                problems.append(self._problem(name, message, "weights of this model, or the model of these weights"))
+    def differences(
+        self, expected: Mapping[str, Sequence[int]], ignored: Callable[[str], bool] = lambda name: False
+    ) -> list[Problem]:
+        """What is missing, unexpected or of another shape, where `expected` says the shape of every name.
+
+        An unexpected tensor whose name is `ignored` is none.
+        """
+        missing = [name for name in expected if name not in self._files]
+        unexpected = [name for name in self._files if name not in expected and not ignored(name)]
+        wrong = [name for name in expected if name in self._files and self.shape(name) != tuple(expected[name])]
+        problems = [self._problem(name, "is missing", nearest(name, unexpected)) for name in missing[:_TOLD]]
+        for name in unexpected[:_TOLD]:
+            problems.append(self._problem(name, "is not a tensor of this model", nearest(name, list(expected))))
+        for name in wrong[:_TOLD]:
+            message = f"has shape {list(self.shape(name))}, but the model needs {list(expected[name])}"
+            problems.append(self._problem(name, message, "weights of this model, or the model of these weights"))
+        if len(problems) < (total := len(missing) + len(unexpected) + len(wrong)):
+            problems.append(self._problem("weights", f"{total - len(problems)} more tensors are wrong", ""))
         return problems
 
     def _problem(self, name: str, message: str, suggestion: str) -> Problem:
         return problem_at(self.folder, 1, name, message, suggestion)
 
     def _handle(self, file: str) -> Any:
-        return self._open(self.folder / file, framework="pt")
+        """An open file; it stays open, because the next tensor is most often in the same one."""
+        if file not in self._handles:
+            self._handles[file] = self._open(self.folder / file, framework="pt")
+        return self._handles[file]
 
 
 def write_weights(
