@@ -25,6 +25,7 @@ from danlu.framework.journal import Journal
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
 from danlu.framework.state import TrainState
+from danlu.framework.weights import load_weights
 from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
 from danlu.spec.event import PeakSource
 from danlu.storage.checkpoint import Checkpoints
@@ -71,6 +72,8 @@ def _train(
     checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep, mesh.device)
     if (newest := checkpoints.latest()) is not None:
         state.restore(checkpoints.load(newest, state.tensors()))
+    elif recipe.weights:
+        load_weights(state.parts, recipe.model, Path(recipe.weights))
     shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
     feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
     peak, source = _peak(recipe, mesh, cluster)

@@ -47,6 +47,14 @@ def test_biases_norms_and_positions_by_hand() -> None:
     assert lookup_parameters(model) == (100 + 7) * 4
 
 
+def test_biases_of_queries_keys_and_values_and_norms_of_heads() -> None:
+    model = TINY.model_copy(update={"qkv_bias": True, "qk_norm": True, "kv_heads": 1})
+    plain = TINY.model_copy(update={"kv_heads": 1})
+    assert parameters(model) - parameters(plain) == 3 * ((4 + 2 + 2) + 2 * 2)
+    with torch.device("meta"):
+        assert parameters(model) == sum(parameter.numel() for parameter in Decoder(model).parameters())
+
+
 def test_grouped_heads_and_a_head_width_of_its_own() -> None:
     model = TINY.model_copy(update={"kv_heads": 1, "head_width": 6})
     assert layer_parameters(model, 0).attention == 4 * 12 + 2 * 4 * 6 + 12 * 4

@@ -230,12 +230,17 @@ def test_schema_is_strict_and_explained(kind: Any) -> None:
 
 
 def test_schema_of_the_recipe_allows_a_base() -> None:
-    model, moe = (schema("recipe")["$defs"][name] for name in ("Model", "Moe"))
+    recipe = schema("recipe")
+    model, moe = (recipe["$defs"][name] for name in ("Model", "Moe"))
     assert "llama3-8b" in model["properties"]["base"]["enum"]
     assert "required" not in model
-    assert model["anyOf"][0] == {"required": ["base"]}
-    assert model["anyOf"][1]["required"] == ["vocabulary", "layers", "width", "heads"]
-    assert model["anyOf"][1]["properties"]["moe"] == {"required": ["experts", "top_k", "width"]}
+    from_weights, alone = recipe["anyOf"]
+    assert from_weights == {"required": ["weights"]}
+    assert alone["required"] == ["model"] and "model" not in recipe["required"]
+    base, whole = alone["properties"]["model"]["anyOf"]
+    assert base == {"required": ["base"]}
+    assert whole["required"] == ["vocabulary", "layers", "width", "heads"]
+    assert whole["properties"]["moe"] == {"required": ["experts", "top_k", "width"]}
     assert "required" not in moe
     assert model["properties"]["width"]["description"] == "Width of the residual stream."
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from danlu import __version__
-from danlu.cli import data
+from danlu.cli import data, export_hf, import_hf
 from danlu.cli.catalogue import catalogue
 from danlu.cli.check import check
 from danlu.cli.chips import chips
@@ -54,6 +54,8 @@ app.command()(check)
 app.command()(dryrun)
 app.command()(probe)
 app.add_typer(data.app, name="data")
+app.add_typer(import_hf.app, name="import")
+app.add_typer(export_hf.app, name="export")
 app.command()(catalogue)
 app.command()(chips)
 app.command()(schema)

@@ -8,8 +8,9 @@ import typer
 from danlu.cli.data import build_with_progress
 from danlu.spec import Recipe, RunFolder, SpecError, toml
 from danlu.spec.check import Checked, check_all
+from danlu.spec.load import load_model
 from danlu.spec.plan import fully_sharded
-from danlu.spec.problem import problem_at
+from danlu.spec.problem import problem_at, shown
 from danlu.storage.tokenizer import open_tokenizer
 from danlu.storage.tokens import INDEX, Dataset, TokenShards, read_index
 
@@ -22,6 +23,7 @@ def prepare_run(recipe: Path, plan: Path | None, cluster: str | None, name: str 
     checked = check_all(recipe, plan, cluster, default=fully_sharded(world))
     choose_folder(name, checked.recipe.name)  # a wrong name is refused before anything is built for it
     resolved = _with_absolute_paths(checked.recipe, recipe.parent)
+    check_weights(recipe, resolved)
     ensure_shards(recipe, resolved)
     run = _claim_folder(name, checked.recipe.name)
     _write(run, Checked(resolved, checked.plan, checked.cluster))
@@ -78,6 +80,30 @@ def ensure_shards(path: Path, recipe: Recipe) -> None:
     Dataset(TokenShards.open(shards), recipe.batch.length, recipe.seed)  # says so if it has not one sample
 
 
+def check_weights(path: Path, recipe: Recipe) -> None:
+    """Hold the weights that a run starts from, if there are any, against its model."""
+    if not recipe.weights:
+        return
+    from danlu.framework.hf import MODEL, differing_fields
+    from danlu.framework.weights import open_weights
+
+    folder, document = Path(recipe.weights), toml.read(path)
+    imported = load_model(str(folder / MODEL))
+    problems = [
+        problem_at(
+            path,
+            document.line(("model", field)),
+            f"model.{field}",
+            f"is {shown(getattr(recipe.model, field))}, but {shown(getattr(imported, field))} in {folder / MODEL}",
+            "what the weights were made with",
+        )
+        for field in differing_fields(recipe.model, imported)
+    ]
+    if problems:
+        raise SpecError(problems)
+    open_weights(folder, recipe.model)
+
+
 def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe with paths that hold wherever the workers are started."""
 
@@ -92,7 +118,8 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer),
         }
     )
-    return recipe.model_copy(update={"data": resolved})
+    weights = absolute(recipe.weights) if recipe.weights else ""
+    return recipe.model_copy(update={"data": resolved, "weights": weights})
 
 
 def _write(run: RunFolder, checked: Checked) -> None:

@@ -3,8 +3,9 @@
 The transformer that is counted, and that `framework` builds: q, k, v and o projections; a SwiGLU (three matrices)
 or GELU (two) feed-forward network; a norm before each of the two and one before the head; a token table, a learned
 position table of `sequence` rows if positions are learned, and a head that is the token table if `tied`. With `bias`
-every projection of attention and of the dense feed-forward network has one; router, experts, shared experts and head
-never have. The shared experts of a layer are one network of their joint width.
+every projection of attention and of the dense feed-forward network has one, with `qkv_bias` those of queries, keys and
+values; router, experts, shared experts and head never have. With `qk_norm` queries and keys have a norm of one head's
+width each. The shared experts of a layer are one network of their joint width.
 """
 
 from dataclasses import dataclass
@@ -76,10 +77,11 @@ def flops_per_token(model: Model, length: int) -> float:
 
 def layer_parameters(model: Model, layer: int) -> LayerParameters:
     """Count the parameters of layer number `layer`."""
-    attention = _matrix(model.width, model.heads * model.head, model.bias)  # q
-    attention += 2 * _matrix(model.width, model.key_value_heads * model.head, model.bias)  # k, v
+    bias = model.bias or model.qkv_bias
+    attention = _matrix(model.width, model.heads * model.head, bias)  # q
+    attention += 2 * _matrix(model.width, model.key_value_heads * model.head, bias)  # k, v
     attention += _matrix(model.heads * model.head, model.width, model.bias)  # o
-    norms = 2 * _norm(model)
+    norms = 2 * _norm(model) + (2 * model.head if model.qk_norm else 0)
     moe = model.moe
     if moe is None or not model.is_moe_layer(layer):
         mlp = _mlp(model, model.mlp, model.bias)

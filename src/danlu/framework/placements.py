@@ -25,6 +25,8 @@ def tensor_placements(part: Decoder) -> dict[str, Style]:
         placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
         placements |= {f"{name}.attention": "gather", f"{name}.attention.o": "row"}
         placements |= {f"{name}.attention.{projection}": "column" for projection in "qkv"}
+        norms = [norm for norm in ("q_norm", "k_norm") if getattr(block.attention, norm) is not None]
+        placements |= {f"{name}.attention.{norm}": "heads" for norm in norms}
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoeLayer):
             placements[f"{name}.mlp.router.gate"] = "sequence"

@@ -4,6 +4,7 @@ Shapes: B sequences, S tokens of each, D width of the stream, H heads, K key-val
 Where a rank holds only a part of the heads or of the sequence the same code runs on the part.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -11,14 +12,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.framework.moe import MoeLayer
-from danlu.spec.model import Model
+from danlu.spec.model import Model, RopeScaling
 
 
-def rotate(x_BSHW: Tensor, theta: float) -> Tensor:
+def frequencies(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """How far each pair of a head's features turns from one position to the next, in fp32."""
+    pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    plain = theta ** (-pairs / width)
+    if scaling is None:
+        return plain
+    turns = plain * (scaling.original / math.tau)  # within the positions the model was first trained at
+    keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return plain * keep + plain / scaling.factor * (1 - keep)
+
+
+def rotate(x_BSHW: Tensor, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Turn pairs of features by an angle that grows with the position (rotary embedding), in fp32."""
     length, width = x_BSHW.shape[1], x_BSHW.shape[3]
-    pairs = torch.arange(0, width, 2, device=x_BSHW.device, dtype=torch.float32)
-    angle_SW = torch.outer(torch.arange(length, device=x_BSHW.device), theta ** (-pairs / width))
+    turn_W = frequencies(width, theta, scaling, x_BSHW.device)
+    angle_SW = torch.outer(torch.arange(length, device=x_BSHW.device), turn_W)
     cos, sin = angle_SW.cos()[:, None], angle_SW.sin()[:, None]
     first, second = x_BSHW.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -34,14 +46,15 @@ def _norm(model: Model) -> nn.Module:
 class AttentionCore(nn.Module):
     """Causal attention over whole sequences; the seam that context parallelism wraps."""
 
-    def __init__(self, theta: float | None) -> None:
+    def __init__(self, theta: float | None, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.theta = theta
+        self.scaling = scaling
 
     def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor) -> Tensor:
         """Attend; the result has the shape of `q_BSHW`."""
         if self.theta is not None:
-            q_BSHW, k_BSKW = rotate(q_BSHW, self.theta), rotate(k_BSKW, self.theta)
+            q_BSHW, k_BSKW = (rotate(x, self.theta, self.scaling) for x in (q_BSHW, k_BSKW))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
@@ -53,15 +66,20 @@ class Attention(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.head = model.head
-        self.q = nn.Linear(model.width, model.heads * model.head, bias=model.bias)
-        self.k = nn.Linear(model.width, model.key_value_heads * model.head, bias=model.bias)
-        self.v = nn.Linear(model.width, model.key_value_heads * model.head, bias=model.bias)
-        self.core = AttentionCore(model.rope_theta if model.position == "rope" else None)
+        bias = model.bias or model.qkv_bias
+        self.q = nn.Linear(model.width, model.heads * model.head, bias=bias)
+        self.k = nn.Linear(model.width, model.key_value_heads * model.head, bias=bias)
+        self.v = nn.Linear(model.width, model.key_value_heads * model.head, bias=bias)
+        self.q_norm = nn.RMSNorm(model.head, eps=model.norm_epsilon) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(model.head, eps=model.norm_epsilon) if model.qk_norm else None
+        self.core = AttentionCore(model.rope_theta if model.position == "rope" else None, model.rope_scaling)
         self.o = nn.Linear(model.heads * model.head, model.width, bias=model.bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Mix information between positions."""
         q, k, v = (project(x_BSD).unflatten(-1, (-1, self.head)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.o(self.core(q, k, v).flatten(2))
 
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-Style = Literal["sequence", "gather", "column", "row", "vocabulary", "scores"]
+Style = Literal["sequence", "heads", "gather", "column", "row", "vocabulary", "scores"]
 """What a module does with the sequence-split stream:
 
 - sequence: works on each position alone, so keeps whole parameters and its part of the sequence (norms, routers)
+- heads: works on each head alone, so keeps whole parameters and its part of the heads (norms of queries and keys)
 - gather: wants the whole sequence, collected once for all its inner matrices
 - column, row: a matrix split by outputs, and the one after it split by inputs whose result is summed and split again
 - vocabulary: a table split by rows
@@ -32,6 +33,8 @@ def _style(style: Style) -> ParallelStyle:
     match style:
         case "sequence":
             return SequenceParallel(use_local_output=True)
+        case "heads":
+            return SequenceParallel(sequence_dim=2, use_local_output=True)
         case "gather":
             return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         case "column":

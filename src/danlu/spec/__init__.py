@@ -3,7 +3,7 @@
 from danlu.spec.cluster import Chip, Cluster, Failures, Level, Tier
 from danlu.spec.event import Ended, Event, Saved, Started, StepReport, Warned
 from danlu.spec.load import load_cluster, load_plan, load_recipe
-from danlu.spec.model import Model, Moe
+from danlu.spec.model import Model, Moe, RopeScaling
 from danlu.spec.plan import Degrees, Pipeline, Plan
 from danlu.spec.problem import Problem, SpecError
 from danlu.spec.recipe import Recipe
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Recipe",
+    "RopeScaling",
     "RunFolder",
     "Saved",
     "SpecError",

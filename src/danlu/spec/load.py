@@ -123,8 +123,13 @@ def read_document(path: Path) -> toml.Document:
 
 
 def _with_base(document: toml.Document) -> tuple[dict[str, Any], list[Problem]]:
-    """The recipe's values with the catalogue model that `model.base` names written out under its own fields."""
+    """The recipe's values with the model it builds on written out under its own fields.
+
+    That is the catalogue model that `model.base` names, or else the one that its `weights` were imported with.
+    """
     model = document.values.get("model")
+    if isinstance(document.values.get("weights"), str) and (model is None or _has_no_base(model)):
+        return _with_imported(document, model or {})
     if not isinstance(model, dict) or "base" not in model:
         return document.values, []
     own = dict(model)
@@ -134,10 +139,31 @@ def _with_base(document: toml.Document) -> tuple[dict[str, Any], list[Problem]]:
         line, hint = document.line(("model", "base")), nearest(str(base), list(models))
         # The other fields stay in the values, so that a misspelt one is reported in the same breath.
         return document.values | {"model": own}, [problem_at(document.path, line, "model.base", message, hint)]
-    known = toml.read(models[base]).values
+    return document.values | {"model": _merged(toml.read(models[base]).values, own)}, []
+
+
+def _has_no_base(model: Any) -> bool:
+    return isinstance(model, dict) and "base" not in model
+
+
+def _with_imported(document: toml.Document, own: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The recipe's values with the model of its weights; a recipe that says the whole model does not need it."""
+    weights = document.values["weights"]
+    path = document.path.parent / weights / "model.toml"
+    if not weights or (own and not path.is_file()):
+        return document.values, []
+    if not path.is_file():
+        message = f"is {shown(weights)}, but there is no {path}"
+        hint = f"danlu import hf DIR -o {document.path.parent / weights}"
+        return document.values, [problem_at(document.path, document.line(("weights",)), "weights", message, hint)]
+    return document.values | {"model": _merged(read_document(path).values, own)}, []
+
+
+def _merged(known: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A model with fields changed, those of its experts too."""
     if isinstance(known.get("moe"), dict) and isinstance(own.get("moe"), dict):
-        own["moe"] = known["moe"] | own["moe"]
-    return document.values | {"model": known | own}, []
+        own = own | {"moe": known["moe"] | own["moe"]}
+    return known | own
 
 
 def _without_echoes(kind: type[Description], details: list[ErrorDetails]) -> list[ErrorDetails]:

@@ -37,6 +37,29 @@ class Moe(Description):
         return self
 
 
+class RopeScaling(Description):
+    """Rotary positions stretched beyond the length a model was first trained at.
+
+    Of kind "llama3": a pair of features that turns fewer than `low` times within `original` positions turns slower by
+    `factor`, one that turns more than `high` times stays as it is, and in between the two are blended.
+    """
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(gt=0)
+    low: float = Field(default=1.0, gt=0)
+    high: float = Field(default=4.0, gt=0)
+    original: Count
+    """Positions the model was first trained at."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.high <= self.low:
+            raise ValueError(
+                f"`high` must be above `low` ({self.low}), but is {self.high} instead\nhigh = {4 * self.low}"
+            )
+        return self
+
+
 class Model(Description):
     """The shape of a decoder transformer; everything that `framework` needs to build it and `cost` to weigh it."""
 
@@ -58,8 +81,14 @@ class Model(Description):
     norm_epsilon: float = Field(default=1e-5, gt=0)
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
     activation: Literal["swiglu", "gelu"] = "swiglu"
     bias: bool = False
+    """Biases on all projections of attention and of the dense feed-forward network."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections alone."""
+    qk_norm: bool = False
+    """An RMS norm over every head of the queries and of the keys, before positions are put in."""
     tied: bool = False
     """Use the token embedding as the output layer too."""
     moe: Moe | None = None
@@ -83,6 +112,16 @@ class Model(Description):
             raise ValueError(
                 f"`head_width` must be even for rotary positions, but is {self.head} instead\n"
                 f"head_width = {self.head + 1}"
+            )
+        if self.rope_scaling and self.position != "rope":
+            raise ValueError(
+                f'`position` must be "rope" for `rope_scaling` to mean something, but is "{self.position}" instead\n'
+                'position = "rope", or leave out [model.rope_scaling]'
+            )
+        if self.bias and self.qkv_bias:
+            raise ValueError(
+                "`qkv_bias` must be false where `bias` gives every projection one, but is true instead\n"
+                "leave out `qkv_bias`"
             )
         if self.moe and self.moe.dense_layers > self.layers:
             raise ValueError(

@@ -92,6 +92,8 @@ class Recipe(Description):
     seed: int = Field(default=0, ge=0)
     steps: Count
     model: Model
+    weights: str = ""
+    """Folder of `danlu import hf` to start from, relative to the recipe; what `model` leaves out is taken from it."""
     data: Data
     batch: Batch
     optimizer: Optimizer = Optimizer()

@@ -27,7 +27,7 @@ def schema(kind: Kind) -> Schema:
 
 
 def _allow_base(recipe: Schema) -> None:
-    """A model table may name a catalogue entry, and then needs no other field; nor does its table of experts."""
+    """What a model table builds on, a catalogue entry or the model of weights, says the fields that it leaves out."""
     model, moe = recipe["$defs"]["Model"], recipe["$defs"]["Moe"]
     model["properties"]["base"] = {
         "type": "string",
@@ -35,4 +35,6 @@ def _allow_base(recipe: Schema) -> None:
         "description": "Model of the catalogue whose fields this table takes over, and may change.",
     }
     whole = {"required": model.pop("required"), "properties": {"moe": {"required": moe.pop("required")}}}
-    model["anyOf"] = [{"required": ["base"]}, whole]
+    recipe["required"].remove("model")
+    alone = {"required": ["model"], "properties": {"model": {"anyOf": [{"required": ["base"]}, whole]}}}
+    recipe["anyOf"] = [{"required": ["weights"]}, alone]

@@ -1,12 +1,13 @@
 """Checkpoints: save and load a run's tensors under global names, at any layout.
 
-The seam of four questions that the rest of Danlu asks. Behind it today: PyTorch's distributed
+The seam of five questions that the rest of Danlu asks. Behind it today: PyTorch's distributed
 checkpoint (DCP), one folder a step, committed by a rename after the last byte is on disk.
 """
 
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ class Checkpoints:
         load(dict(tensors), storage_reader=FileSystemReader(path))
         scalars: dict[str, Any] = json.loads((path / _SCALARS).read_text())
         return scalars
+
+    def read(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill whole tensors in place, in a process that is no rank; only what is asked for is read."""
+        with warnings.catch_warnings():
+            # It says that it takes this for a single process, which is what is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(dict(tensors), storage_reader=FileSystemReader(self._path(step)), no_dist=True)
 
     def _from_rank_0(self, answer: Callable[[], int]) -> int:
         """What rank 0 answers, on every rank."""

@@ -1,0 +1,42 @@
+"""`danlu import hf`: a published model into a folder that a recipe can start from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from danlu.cli.hf_outcome import Compare, Json, Tolerance, compare_and_tell, weights_progress
+
+app = typer.Typer(help="Models from elsewhere into Danlu's form.", no_args_is_help=True)
+
+
+@app.callback()
+def _import() -> None:
+    pass
+
+
+@app.command("hf")
+def import_hf(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with config.json and safetensors.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Folder to write; must be new.")],
+    tolerance: Tolerance = None,
+    compare: Compare = True,
+    as_json: Json = False,
+) -> None:
+    """Import a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 or Mixtral.
+
+    A recipe starts from it with `weights = "OUT"`. Ends by comparing logits with transformers; exit code 1 if they
+    differ by more than the tolerance.
+    """
+    from danlu.framework import hf
+    from danlu.framework.hf_compare import imported_decoder
+
+    with weights_progress() as on_progress:
+        imported = hf.import_hf(folder, output, on_progress)
+    for key in imported.unknown:
+        typer.echo(f"left out, because Danlu does not know it: {key}", err=True)
+    model = imported.model
+    figures = {"folder": str(output), "architecture": imported.family.architecture}
+    raise typer.Exit(
+        compare_and_tell(figures, model, folder, lambda: imported_decoder(output, model), tolerance, compare, as_json)
+    )

@@ -1,0 +1,62 @@
+"""A run that starts from weights in files: every layout reads the same model, and trains it the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from layouts import recipe
+from ranks import run_ranks
+
+from danlu.spec import RunFolder, StepReport, toml
+
+if not os.environ.get("CI"):  # in CI a missing package is a failure, not a reason to skip
+    pytest.importorskip("transformers", reason="weights are read with safetensors, and compared with transformers")
+
+from weights_rank import LAYOUTS, MODELS, STEPS
+
+RANK = Path(__file__).parent / "weights_rank.py"
+LOSS, NORM, PARAMETERS = 1e-5, 1e-4, 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    for world in (1, 2, 4):  # one process first: it writes what the others are held against
+        run_ranks(RANK, world, str(folder), seconds=300)
+    return folder
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_a_layout_starts_and_trains_as_one_process(name: str, trained: Path) -> None:
+    model, plan = LAYOUTS[name]
+    expected = json.loads((trained / f"{model}.json").read_text())
+    for rank in range(plan.degrees.world):
+        found = json.loads((trained / f"{name}-{rank}.json").read_text())
+        assert len(found["loss"]) == STEPS
+        assert found["loss"] == pytest.approx(expected["loss"], rel=LOSS)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=NORM)
+        assert found["parameters"] <= PARAMETERS
+
+
+def danlu(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "danlu", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_train_from_weights_and_export(trained: Path) -> None:
+    base, changes = MODELS["tied"]
+    made = recipe(base, "shards", changes).model_copy(update={"name": "tuned", "weights": "tied", "steps": 3})
+    (trained / "tuned.toml").write_text(toml.dumps(made))
+    danlu(trained, "train", "tuned.toml", "--nproc", "2")
+    events = RunFolder(trained / "runs" / "tuned").read_events()
+    losses = [event.loss for event in events if isinstance(event, StepReport)]
+    expected = json.loads((trained / "tied.json").read_text())
+    assert losses[0] == pytest.approx(expected["loss"][0], rel=LOSS)
+    figures = json.loads(danlu(trained, "export", "hf", "tuned@3", "-o", "exported", "--json"))
+    assert figures["architecture"] == "Qwen3ForCausalLM"
+    assert figures["step"] == 3 and figures["compared"] and figures["good"]

@@ -1,0 +1,99 @@
+"""Small random models made by `transformers` itself, one a family."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("CI"):
+    import transformers  # in CI a missing package is a failure, not a reason to skip
+else:
+    transformers = pytest.importorskip("transformers", reason="models to compare with are made by transformers")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+Make = Callable[..., Any]
+
+
+def _llama(**changes: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | changes))
+
+
+def _mistral(**changes: Any) -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE | {"sliding_window": None} | changes))
+
+
+def _qwen2(**changes: Any) -> Any:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE | changes))
+
+
+def _qwen3(**changes: Any) -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE | {"head_dim": 16} | changes))
+
+
+def _mixtral(**changes: Any) -> Any:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SHAPE | {"num_local_experts": 4} | changes))
+
+
+FAMILIES: dict[str, Make] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, long context": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {}),
+    "mistral tied, head of its own width": ("mistral", {"tie_word_embeddings": True, "head_dim": 12}),
+    "mistral, window as long as the model": ("mistral", {"sliding_window": 512}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {}),
+    "mixtral tied": ("mixtral", {"tie_word_embeddings": True}),
+}
+"""Every family tied and untied, and the traits that only some models of a family have."""
+
+
+def make_hf(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
+    """Write one of `MODELS` into `folder`, every parameter random and large enough that a slip would show."""
+    family, changes = MODELS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    transformers.logging.disable_progress_bar()
+    model = FAMILIES[family](**changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            deviation = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            if parameter.ndim == 1:
+                parameter.add_(1.0)
+    model.to(dtype).save_pretrained(folder, **saving)
+    (folder / "tokenizer.json").write_text('{"of": "the model"}')
+    (folder / "special_tokens_map.json").write_text("{}")
+    return folder
