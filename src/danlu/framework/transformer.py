@@ -18,7 +18,8 @@ from danlu.spec.model import Model, RopeScaling
 def frequencies(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
     """How far each pair of a head's features turns from one position to the next, in fp32."""
     pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    plain = theta ** (-pairs / width)
+    # The reciprocal of a power, not a negative power: published models are computed so, and the last bit differs.
+    plain = 1.0 / theta ** (pairs / width)
     if scaling is None:
         return plain
     turns = plain * (scaling.original / math.tau)  # within the positions the model was first trained at
