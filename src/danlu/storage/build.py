@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
+from danlu.storage.durable import sync_folder, write_durably
 from danlu.storage.source import PYTHON_STDLIB, Documents, source_name
 from danlu.storage.tokenizer import TokenIds, Tokenizer
 from danlu.storage.tokens import INDEX, Index, OnProgress, Shard, TokenDtype, no_progress, on_disk, token_dtype
@@ -224,24 +225,13 @@ def _commit(folder: Path, index: Index) -> None:
     Old files are unlinked rather than overwritten: a process that still has one mapped keeps it.
     """
     (folder / INDEX).unlink(missing_ok=True)
-    _sync_folder(folder)
+    sync_folder(folder)
     for old in folder.glob("[0-9][0-9][0-9][0-9][0-9]*.bin"):
         old.unlink()
     for shard in index.shards:
         (folder / (shard.file + _PARTIAL)).rename(folder / shard.file)
     partial = folder / (INDEX + _PARTIAL)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(index.model_dump_json(indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
+    write_durably(partial, index.model_dump_json(indent=2) + "\n")
+    sync_folder(folder)
     partial.rename(folder / INDEX)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)

@@ -5,7 +5,6 @@ checkpoint (DCP), one folder a step, committed by a rename after the last byte i
 """
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,6 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from danlu.storage.durable import sync_folder, write_durably
 
 _SCALARS = "state.json"
 _PARTIAL = ".partial"
@@ -53,10 +54,10 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} must be new, but exists already; it is left as it is")
         save(dict(tensors), storage_writer=FileSystemWriter(partial))
         if dist.get_rank() == 0:
-            _write_durably(partial / _SCALARS, json.dumps(dict(scalars)))
-            _sync(partial)
+            write_durably(partial / _SCALARS, json.dumps(dict(scalars)))
+            sync_folder(partial)
             partial.rename(path)
-            _sync(self.folder)
+            sync_folder(self.folder)
             for old in self.steps()[: -self.keep]:
                 _remove(self._path(old))
         dist.barrier()
@@ -103,18 +104,3 @@ def _remove(path: Path) -> None:
     partial = path.with_name(path.name + _PARTIAL)
     path.rename(partial)
     shutil.rmtree(partial)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
