@@ -18,16 +18,17 @@ from danlu.chips.measure import matmul_peak
 from danlu.chips.registry import find
 from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import Mesh, build_mesh
-from danlu.cost.model import flops_per_token, parameters
 from danlu.framework.build import build
 from danlu.framework.feed import Feed
 from danlu.framework.journal import Journal
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
 from danlu.framework.state import TrainState
+from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights
 from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
 from danlu.spec.event import PeakSource
+from danlu.spec.recipe import has_experts
 from danlu.storage.checkpoint import Checkpoints
 from danlu.storage.tokens import Dataset, TokenShards
 
@@ -44,7 +45,7 @@ def run_worker(run: RunFolder, place: Place) -> None:
         device = chip.runtime.device(place.local_rank)
         join(place, _backend(chip, place), meet(place))
         try:
-            mesh = build_mesh(plan, device, place.rank, cluster, experts=recipe.model.moe is not None)
+            mesh = build_mesh(plan, device, place.rank, cluster, experts=has_experts(recipe.model))
             _train(run, recipe, mesh, chip, cluster, stop)
         except Exception as error:
             # At once: the other ranks fail for want of this one, and whoever looks for the culprit asks who was first.
@@ -77,15 +78,16 @@ def _train(
     shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
     feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
     peak, source = _peak(recipe, mesh, cluster)
+    size, work = weigh(recipe)
     started = Started(
         time=time.time(),
         world=mesh.plan.degrees.world,
         chip=chip.name,
-        parameters=parameters(recipe.model),
+        parameters=size,
         step=state.step,
         steps=recipe.steps,
         tokens_per_step=recipe.batch.tokens,
-        flops_per_token=flops_per_token(recipe.model, recipe.batch.length),
+        flops_per_token=work,
         peak=peak,
         peak_source=source,
         baseline_loss=shards.index.unigram_loss,
