@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from danlu.comm.mesh import Mesh
@@ -37,7 +36,7 @@ class Blueprint(Protocol):
         """Modules whose parameters are gathered together, inner ones first."""
         ...
 
-    def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
+    def fill(self, parts: Iterable[nn.Module], mesh: Mesh) -> None:
         """Give the parameters memory and their first values."""
         ...
 

@@ -46,7 +46,7 @@ def build(
     for part in parts:
         parallelise(part, blueprint, plan, mesh, recipe.precision)
     with tensors or nullcontext():
-        blueprint.fill(parts, mesh.device)
+        blueprint.fill(parts, mesh)
     loss = partial(_loss, tokens=recipe.batch.tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
     forward_backward: ForwardBackward
     if plan.degrees.pp > 1:

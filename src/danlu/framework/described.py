@@ -62,10 +62,10 @@ class DescribedModel:
         cast(Decoder, part).tie()  # splitting replaced parameters
         return sharding_units(cast(Decoder, part), mesh)
 
-    def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
+    def fill(self, parts: Iterable[nn.Module], mesh: Mesh) -> None:
         """Values that are a function of seed, name and place, so that any layout starts from the same model."""
         for part in parts:
-            part.to_empty(device=device)
+            part.to_empty(device=mesh.device)
             cast(Decoder, part).tie()
             initialise([part], self.model, self.recipe.seed)
 

@@ -57,6 +57,13 @@ def reduce_replicas(part: nn.Module, wanted: bool) -> None:
         part.set_requires_all_reduce(wanted)
 
 
+def free_gathered(part: nn.Module) -> None:
+    """Free the parameters that a forward without a backward left gathered: the next step would not gather new ones."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def held_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where in the whole it begins."""
     if not isinstance(parameter, DTensor):

@@ -13,8 +13,11 @@ MODEL_KINDS = ("described", "own")
 
 
 def _model_kind(value: Any) -> str:
-    own = isinstance(value, OwnModel) or (isinstance(value, dict) and "factory" in value)
-    return "own" if own else "described"
+    """Which of the two a table is meant to be, even if a setting is misspelt."""
+    if isinstance(value, dict):
+        own, described = set(OwnModel.model_fields), set(Model.model_fields)
+        return "own" if value.keys() & (own - described) else "described"
+    return "own" if isinstance(value, OwnModel) else "described"
 
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]

@@ -13,6 +13,7 @@ from danlu.framework import precision
 from danlu.framework.own.anatomy import Anatomy, dissect, has_parameters, shared_parameters
 from danlu.framework.own.cut import check_cuttable, cut, whole
 from danlu.framework.own.factory import OwnModelError, make_empty, make_seeded
+from danlu.framework.own.proof import Expected, can_prove
 from danlu.framework.own.rehearsal import rehearse
 from danlu.framework.own.styles import tensor_map
 from danlu.memory.recompute import Region
@@ -39,15 +40,18 @@ class BroughtModel:
         self.anatomy = dissect(self.empty, self.own.blocks)
         sequences = recipe.batch.sequences // plan.degrees.data // plan.microbatches
         self.seen = rehearse(self.own, self.anatomy, sequences, recipe.batch.length)
+        self._held: dict[nn.Module, range] = {}
         self._check()
 
     def part(self, stage: int) -> nn.Module:
         """The module with the layers of one stage."""
         part = make_empty(self.own)
+        held = self.plan.stage_layers(len(self.anatomy.blocks))[stage]
         if self.plan.stages == 1:
             whole(part)
         else:
-            cut(part, self.anatomy, self.seen, self.plan.stage_layers(len(self.anatomy.blocks))[stage])
+            cut(part, self.anatomy, self.seen, held)
+        self._held[part] = held
         return part
 
     def split(self, part: nn.Module, mesh: Mesh) -> None:
@@ -67,21 +71,27 @@ class BroughtModel:
         """Layers; then modules around them that are called, unless they share parameters with others."""
         return sharding_units(part, self.anatomy, mesh, called={*self.seen.before, *self.seen.after})
 
-    def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
+    def fill(self, parts: Iterable[nn.Module], mesh: Mesh) -> None:
         """Values that the user's own code gives; left undefined where `weights` are read afterwards anyway.
 
         They are made whole on every rank before each takes its part: the one way to get what unknown code would give.
+        Where matrices are shared, the whole module is also what the shared one is held against.
         """
-        made = None if self.recipe.weights else make_seeded(self.own, self.recipe.seed)
+        if self.recipe.weights:
+            for part in parts:
+                materialise(part, mesh.device)
+            return
+        made = make_seeded(self.own, self.recipe.seed)
+        expected = self._expected(made) if mesh.size("tp") > 1 and can_prove() else None
         for part in parts:
-            materialise(part, device)
-            if made is None:
-                continue
-            with torch.no_grad():
-                for name, parameter in part.named_parameters():
-                    local, offset = held_slice(parameter)
-                    place = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
-                    local.copy_(made.get_parameter(name)[place])
+            materialise(part, mesh.device)
+            take_values(part, made)
+            if expected:
+                expected.prove(part, self._held[part], mesh.device, mesh.size("tp"), mesh.coordinate("tp"))
+
+    def _expected(self, made: nn.Module) -> Expected:
+        shape = (1, min(16, self.recipe.batch.length)) if self.plan.stages == 1 else self.seen.scores.shape[:2]
+        return Expected(made, self.anatomy, (shape[0], shape[1]), self.own.vocabulary)
 
     def streams(self, stage: int) -> tuple[Tensor, Tensor]:
         """Shapes as the rehearsal saw them, in the dtypes that the layers compute in."""
@@ -143,6 +153,15 @@ def sharding_units(part: nn.Module, anatomy: Anatomy, mesh: Mesh, called: set[st
     for name, module in anatomy.around(part).items():
         if name in called and not any(each.startswith(f"{name}.") for each in shared):
             yield Unit(name, module, mesh.parameters)
+
+
+@torch.no_grad()
+def take_values(part: nn.Module, made: nn.Module) -> None:
+    """Fill what this rank holds of every parameter from the whole module."""
+    for name, parameter in part.named_parameters():
+        local, offset = held_slice(parameter)
+        place = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
+        local.copy_(made.get_parameter(name)[place])
 
 
 def materialise(part: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,7 @@ class OwnModelError(RuntimeError):
 
     def __init__(self, key: str, message: str, suggestion: str) -> None:
         self.key, self.message, self.suggestion = key, message, suggestion
-        super().__init__(f"{key}: {message}\n    → {suggestion}")
+        super().__init__(f"`{key}` {message}; try: {suggestion}")
 
 
 def make(own: OwnModel) -> nn.Module:
