@@ -1,14 +1,13 @@
 """The door of one training process: from a run's folder to its last step."""
 
 import fcntl
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import Mesh, build_mesh
 from danlu.framework.build import build
 from danlu.framework.feed import Feed
+from danlu.framework.guard import stop_on_signal
 from danlu.framework.journal import Journal
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
@@ -38,7 +38,7 @@ PEAK_SECONDS = 1.0
 
 def run_worker(run: RunFolder, place: Place) -> None:
     """Train the run in `run` as the rank at `place`; goes on from its newest checkpoint if there is one."""
-    with _stop_on_signal() as stop, _alone(run) if place.rank == 0 else nullcontext():
+    with stop_on_signal() as stop, _alone(run) if place.rank == 0 else nullcontext():
         recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
         cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         chip = find(cluster.chip.kind if cluster else None)
@@ -143,23 +143,3 @@ def _alone(run: RunFolder) -> Iterator[None]:
         except BlockingIOError:
             raise RuntimeError(f"run {run.path} must not be under way, but is; wait for it, or end it") from None
         yield
-
-
-@contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Turn the first interrupt or termination into a wish to stop after the step; a second one ends at once."""
-    asked: list[int] = []
-
-    def ask(number: int, _frame: Any) -> None:
-        asked.append(number)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,5 +1,7 @@
 """States sharded over ranks (FSDP2), replicated over groups of them (HSDP)."""
 
+import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -37,6 +39,7 @@ def apply_sharding(
     so one rule holds on every mesh, expert ranks included. A loop of the user's own takes the mean of a rank's share.
     On a mesh of one rank this only casts precision, so that every layout computes in the same dtypes.
     """
+    allow_view(part)
     for unit in units:
         fully_shard(
             unit.module,
@@ -49,6 +52,18 @@ def apply_sharding(
         if isinstance(module, FSDPModule) and not average:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def allow_view(part: nn.Module, name: str = "") -> None:
+    """Silence FSDP's warning about views for the module `name` of a part and those around it.
+
+    For what goes straight to the loss: scores are the largest activation of a model, too large to copy, and
+    nobody changes them in place or compiles what takes them, which is what the warning is about.
+    """
+    depths = range(name.count(".") + 2 if name else 1)
+    around = [part.get_submodule(".".join(name.split(".")[:depth])) for depth in depths]
+    classes = "|".join(re.escape(type(module).__name__.removeprefix("FSDP")) for module in around)
+    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({classes})\) returned a view tensor")
 
 
 def reduce_replicas(part: nn.Module, wanted: bool) -> None:

@@ -1,7 +1,5 @@
 """Tensor parallelism with sequence parallelism: every matrix over the ranks of `tp`, the stream split by sequence."""
 
-import re
-import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -16,6 +14,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from danlu.parallel.shard import allow_view
 
 Style = Literal[
     "sequence",
@@ -89,14 +89,3 @@ def copy_output(module: nn.Module) -> None:
     module's gradient is silently zero (PyTorch 2.13); a copy of one activation costs little.
     """
     module.register_forward_hook(lambda module, inputs, output: output.clone())
-
-
-def allow_view(part: nn.Module, name: str) -> None:
-    """Silence FSDP's warning about views for the module of the scores and those around it.
-
-    They are the largest activation of a model, too large to copy, and go straight to the loss, which
-    neither changes them in place nor is compiled: what the warning is about.
-    """
-    around = [part.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 2)]
-    classes = "|".join(re.escape(type(module).__name__) for module in around)
-    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({classes})\) returned a view tensor")

@@ -1,5 +1,6 @@
 """A user's own module, as `build` sees it."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -17,8 +18,8 @@ from danlu.framework.own.proof import Expected, can_prove
 from danlu.framework.own.rehearsal import rehearse
 from danlu.framework.own.styles import tensor_map
 from danlu.memory.recompute import Region
-from danlu.parallel.shard import Unit, held_slice
-from danlu.parallel.tensor import Style, allow_view, apply_tp
+from danlu.parallel.shard import Unit, allow_view, held_slice
+from danlu.parallel.tensor import Style, apply_tp
 from danlu.spec.own_model import OwnModel
 from danlu.spec.plan import Plan
 from danlu.spec.problem import nearest
@@ -57,7 +58,7 @@ class BroughtModel:
     def split(self, part: nn.Module, mesh: Mesh) -> None:
         """Share matrices over `tp` as the recipe's map or the module's own plan says."""
         if mesh.tensor is not None:
-            share_matrices(part, tensor_map(self.empty, self.own.tensor, mesh.size("tp")), self.anatomy, mesh.tensor)
+            share_matrices(part, tensor_map(self.empty, self.own.tensor, mesh.size("tp")), mesh.tensor)
 
     def blocks(self, part: nn.Module) -> list[nn.Module]:
         """The layers of a part."""
@@ -69,6 +70,8 @@ class BroughtModel:
 
     def units(self, part: nn.Module, mesh: Mesh) -> Iterator[Unit]:
         """Layers; then modules around them that are called, unless they share parameters with others."""
+        for name in self.seen.after:
+            allow_view(part, name)
         return sharding_units(part, self.anatomy, mesh, called={*self.seen.before, *self.seen.after})
 
     def fill(self, parts: Iterable[nn.Module], mesh: Mesh) -> None:
@@ -112,6 +115,13 @@ class BroughtModel:
 
     def _check(self) -> None:
         plan, degrees = self.plan, self.plan.degrees
+        if self.seen.failed:
+            warnings.warn(
+                f"module {self.own.factory} does not run on tensors without memory ({self.seen.failed}): its scores "
+                "are not checked before the first step, and it cannot be dry-run",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if degrees.pp > 1:
             check_cuttable(self.empty, self.anatomy, self.seen, degrees.pp, plan.stages)
         if degrees.tp > 1:
@@ -124,13 +134,10 @@ class BroughtModel:
                 raise OwnModelError(key, f'is "{group.match}", which matches no module', nearest(group.match, names))
 
 
-def share_matrices(part: nn.Module, styles: Mapping[str, Style], anatomy: Anatomy, mesh: DeviceMesh) -> None:
+def share_matrices(part: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Apply tensor parallelism to those of the named modules that a part has kept."""
     held = {name for name, module in part.named_modules() if has_parameters(module)}
     apply_tp(part, {name: style for name, style in styles.items() if name in held}, mesh)
-    for name in styles:
-        if name in held and name in anatomy.outside and styles[name] in ("column", "column gathered"):
-            allow_view(part, name)
 
 
 def check_layered(anatomy: Anatomy, plan: Plan) -> None:

@@ -70,6 +70,10 @@ def check_cuttable(empty: nn.Module, anatomy: Anatomy, seen: Rehearsal, pp: int,
         raise OwnModelError(
             key, f"is {pp}, but the module has no list of layers", f"keep the layers in an nn.ModuleList, {one}"
         )
+    if seen.failed:
+        raise OwnModelError(
+            key, f"is {pp}, but how the module uses its layers cannot be seen: {seen.failed}", "`pp = 1`"
+        )
     if seen.unchained:
         raise OwnModelError(
             key,

@@ -40,24 +40,46 @@ class Expected:
         last = held.stop == len(self.streams) or not self.streams
         given = self.tokens if held.start == 0 else self.streams[held.start - 1]
         wanted = self.scores if last else self.streams[held.stop - 1]
-        part.eval()
-        try:
-            with torch.no_grad():
-                got = part(given.to(device)).cpu()
-        except RuntimeError as error:
-            raise _wrong(tp, f"the module fails when it is shared: {error}") from error
-        part.train()
+        got = _run(part, given.to(device), tp).cpu()
         free_gathered(part)
         if got.shape[-1] != wanted.shape[-1]:
             wanted = wanted.chunk(tp, dim=-1)[tp_rank]
-        deviation = float((got.float() - wanted).abs().max() / wanted.abs().max())
-        if not deviation <= TOLERANCE[got.dtype]:
-            raise _wrong(tp, f"the shared module departs from the whole one by {deviation:.1%} of its largest value")
+        _compare(got, wanted, tp)
+
+
+class OnExample:
+    """What a whole module gives for an input of the user's."""
+
+    def __init__(self, whole: nn.Module, example: Any) -> None:
+        self.example = example
+        self.wanted = _run(whole, example, tp=1)
+
+    def check(self, shared: nn.Module, tp: int) -> None:
+        """Run the shared module on it; another result is an error."""
+        _compare(_run(shared, self.example, tp), self.wanted, tp)
 
 
 def can_prove() -> bool:
     """Whether tensors have values: those of a dry run do not."""
     return detect_fake_mode() is None
+
+
+def _run(module: nn.Module, given: Any, tp: int) -> Tensor:
+    """A forward without dropout, which would draw differently."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            return scores_of(module(given))
+    except RuntimeError as error:
+        raise _wrong(tp, f"the module fails when it is shared: {error}") from error
+    finally:
+        module.train()
+
+
+def _compare(got: Tensor, wanted: Tensor, tp: int) -> None:
+    deviation = float((got.float() - wanted.float()).abs().max() / wanted.abs().max())
+    if not deviation <= TOLERANCE[got.dtype]:
+        raise _wrong(tp, f"the shared module departs from the whole one by {deviation:.1%} of its largest value")
 
 
 def _keep(streams: list[Tensor], module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,5 +1,8 @@
 """One forward pass without memory, to learn how a module uses its layers."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,18 +32,24 @@ class Rehearsal:
     """How many values a layer returns in a tuple; 0 if it returns the stream itself."""
     unchained: str = ""
     """Why the layers are no chain, in which each takes what the one before returned; empty if they are."""
+    failed: str = ""
+    """Why the module cannot be run on tensors without memory; nothing else was seen then."""
 
 
 def rehearse(own: OwnModel, anatomy: Anatomy, sequences: int, length: int) -> Rehearsal:
     """Make the module on tensors without memory and run its forward once, on a batch of this size."""
     seen, vocabulary = Rehearsal(), own.vocabulary
-    with FakeTensorMode(), torch.no_grad():
+    with without_memory(), torch.no_grad():
         module = make(own)
         for name in anatomy.outside:
             module.get_submodule(name).register_forward_hook(partial(_see_outside, seen, name), with_kwargs=True)
         for name in anatomy.blocks:
             module.get_submodule(name).register_forward_hook(partial(_see_block, seen, name), with_kwargs=True)
-        scores = scores_of(module(torch.zeros(sequences, length, dtype=torch.int64)))
+        try:
+            output = module(torch.zeros(sequences, length, dtype=torch.int64))
+        except Exception as error:  # the user's code and torch's shape functions: whatever they raise is told
+            return Rehearsal(failed=f"{type(error).__name__}: {error}")
+        scores = scores_of(output)
     seen.scores, seen.before = _on_meta(scores), tree_map(_on_meta, seen.before)
     seen.streams = [_on_meta(stream) for stream in seen.streams]
     if seen.scores.shape != (sequences, length, vocabulary):
@@ -54,6 +63,19 @@ def rehearse(own: OwnModel, anatomy: Anatomy, sequences: int, length: int) -> Re
         called = max(0, len(seen.streams) - 1)
         seen.unchained = f"{called} of its {len(anatomy.blocks)} layers were called"
     return seen
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Tensors made inside have shapes and dtypes only; torch does not log what fails, because it is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 def _on_meta(value: Any) -> Any:
@@ -89,6 +111,8 @@ def _see_outside(
 def _see_block(
     seen: Rehearsal, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
+    if seen.unchained:
+        return  # the first reason is the one to tell
     stream = stream_of(output)
     given = args[0] if args else None
     if not isinstance(given, Tensor) or not isinstance(stream, Tensor):
