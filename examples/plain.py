@@ -34,11 +34,11 @@ class Layer(nn.Module):
 class Gpt(nn.Module):
     """Bytes in, scores of the next byte out."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = 256, layers: int = LAYERS) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.score = nn.Linear(WIDTH, 256)
+        self.token, self.place = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.score = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Score every byte at every position."""
