@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from danlu.comm.layout import EXPERT_AXES, dense_ranks, expert_ranks
+from danlu.comm.layout import dense_ranks, expert_ranks
 from danlu.comm.mesh import Mesh, _place
+from danlu.spec.placing import EXPERT_AXES
 from danlu.spec.plan import DENSE_AXES, Degrees, Plan
 
 

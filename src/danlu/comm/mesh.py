@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from danlu.comm.layout import EXPERT_AXES, Ranks, dense_ranks, expert_ranks
+from danlu.comm.layout import Ranks, dense_ranks, expert_ranks
 from danlu.spec.cluster import Cluster
+from danlu.spec.placing import EXPERT_AXES
 from danlu.spec.plan import DENSE_AXES, Plan
 
 GROUPS: tuple[tuple[str, ...], ...] = (
