@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from danlu.parallel.cut import cut_over, one_chunk_each
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -32,14 +34,16 @@ def apply_sharding(
     so one rule holds on every mesh, expert ranks included. On a mesh of one rank this only casts
     precision, so that every layout computes in the same dtypes.
     """
-    for unit in units:
-        fully_shard(
-            unit.module,
-            mesh=unit.mesh,
-            mp_policy=policy(unit.name),
-            reshard_after_forward=reshard_after_forward and not unit.last,
-        )
-    fully_shard(part, mesh=mesh, mp_policy=policy("embed"), reshard_after_forward=False)
+    with one_chunk_each():
+        for unit in units:
+            fully_shard(
+                unit.module,
+                mesh=unit.mesh,
+                mp_policy=policy(unit.name),
+                reshard_after_forward=reshard_after_forward and not unit.last,
+                shard_placement_fn=cut_over(unit.mesh),
+            )
+        fully_shard(part, mesh=mesh, mp_policy=policy("embed"), reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
