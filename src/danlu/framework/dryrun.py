@@ -31,7 +31,7 @@ from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
 from danlu.spec.placing import joining_level
 from danlu.spec.plan import DENSE_AXES, Plan
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import Recipe, has_experts
 from danlu.spec.trace import Collective, Operator, Trace
 
 
@@ -48,7 +48,7 @@ def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> T
         )
     join_fake(rank, plan.degrees.world)
     try:
-        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=recipe.model.moe is not None)
+        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
         with transfers_pending():
             return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
