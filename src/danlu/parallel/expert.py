@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -42,6 +42,7 @@ class ExpertExchange(nn.Module):
         coming_E = all_to_all_single(counts_E, None, None, self.group)
         if not self.even:
             return counts_E.view(ranks, -1).tolist(), coming_E.view(ranks, -1).tolist()
+        wait_tensor(coming_E)  # what a collective that nobody waits for holds is never let go
         share, rest = divmod(len(x_ND), len(counts_E))
         held = len(counts_E) // ranks
         sent = [[share + (rank * held + at < rest) for at in range(held)] for rank in range(ranks)]
