@@ -59,6 +59,8 @@ class Fold:
     long: tuple[Recipe, Plan]
     runs: tuple[Run, ...]
     """Runs of layers that are longer in the long step."""
+    run_of: dict[int, Run]
+    """For the layers of a run in the long step, and for a part of the model with a single run, that run."""
     to_short: dict[int, int]
     """Numbers of the long step's layers in the short step; those that were added are missing."""
     to_whole: dict[int, int]
@@ -81,14 +83,16 @@ def find_fold(recipe: Recipe, plan: Plan, place: int) -> Fold | None:
     if sum(sum(short[stage]) for stage in mine) + run >= held:
         return None
     runs: list[Run] = []
+    run_of: dict[int, Run] = {}
     to_short: dict[int, int] = {}
     to_whole: dict[int, int] = {}
-    for stage in mine:
+    for part, stage in enumerate(mine, start=1):
         for each in (0, 1):
             whole_at, short_at, long_at = (_first(counts, stage, each) for counts in (stages, short, long))
             added = long[stage][each] - short[stage][each]
             if added:
                 runs.append(Run(whole_at, stages[stage][each], short_at, long_at))
+                run_of |= dict.fromkeys([-1 - part, *range(long_at, long_at + LONG)], runs[-1])
             for position in range(long[stage][each]):
                 last_ones = added and position > 1
                 to_whole[long_at + position] = whole_at + position + (stages[stage][each] - LONG) * bool(last_ones)
@@ -98,6 +102,7 @@ def find_fold(recipe: Recipe, plan: Plan, place: int) -> Fold | None:
         short=_with_layers(recipe, plan, short),
         long=_with_layers(recipe, plan, long),
         runs=tuple(runs),
+        run_of=run_of,
         to_short=to_short,
         to_whole=to_whole,
         layers=held - run,
@@ -118,7 +123,7 @@ def fold(short: StepRecord, long: StepRecord, fold: Fold) -> tuple[StepRecord, T
         seconds=short.seconds + long.seconds,
     )
     entries = long.entries
-    changes = (entries.changes + _per_layer(rows.added, runs) * more)[rows.source]
+    changes = (entries.changes + rows.more)[rows.source]
     passed = np.diff(entries.at, prepend=0)[rows.source].cumsum()
     context = _renamed(long, rows, fold)
     return record, Timeline(
@@ -174,8 +179,8 @@ class _WholeRows:
     source: Rows
     layer: Rows
     """The layer of the whole that each belongs to, or -1."""
-    added: Rows
-    """For every row of the long step, the bytes it has more than that of the short one.
+    more: Rows
+    """For every row of the long step, the bytes that it has more in the whole.
 
     Not zero only outside the middle of a run: what is alive at the start, what is let go of for all layers at once.
     """
@@ -187,7 +192,7 @@ def _matched(short: StepRecord, long: StepRecord, fold: Fold) -> _WholeRows:
     added = {run.long + 1: run for run in fold.runs}
     layers = long.entries.layer[: ends[1]]
     kept = ~np.isin(layers, list(added))
-    to_short = np.vectorize(lambda layer: fold.to_short.get(layer, -1), otypes=[np.int64])
+    to_short = np.vectorize(lambda layer: fold.to_short.get(layer, layer), otypes=[np.int64])
     rows = np.flatnonzero(kept)
     ours = _compared(short, np.arange(ends[0]), short.entries.layer[: ends[0]])
     if not np.array_equal(ours, _compared(long, rows, to_short(layers[rows]))):
@@ -214,21 +219,16 @@ def _matched(short: StepRecord, long: StepRecord, fold: Fold) -> _WholeRows:
         order = range(first, first + run.copies)
         source.append(np.tile(piece, run.copies))
         numbers.append(np.repeat(list(order if around[0] < layer else reversed(order)), end - start))
-    return _WholeRows(np.concatenate(source), np.concatenate(numbers), grown)
+    return _WholeRows(np.concatenate(source), np.concatenate(numbers), _continued(grown, long.entries.layer, fold))
 
 
 def _compared(record: StepRecord, rows: Rows, layers: Rows) -> Rows:
     """What must be the same in both steps: rise or fall, operators in between, layer, phase, module and microbatch."""
     entries = record.entries
-    contexts = [_number((phase, without_layer(module), microbatch)) for phase, module, microbatch in record.contexts]
+    contexts = [hash((phase, without_layer(module), microbatch)) for phase, module, microbatch in record.contexts]
     passed = np.diff(entries.at, prepend=0)[rows]
     rises = entries.changes[rows].sum(axis=1) > 0
     return np.column_stack([rises, passed, layers, np.array(contexts)[entries.context[rows]]])
-
-
-def _number(context: Context) -> int:
-    """A number for a context that is the same in both steps."""
-    return hash(context)
 
 
 def _optimiser_start(record: StepRecord) -> int:
@@ -265,7 +265,20 @@ def _more(short: Counter[K], long: Counter[K], runs: int, more: int) -> Counter[
     return Counter({key: whole[key] for key in (*long, *(set(whole) - set(long)))})
 
 
-def _per_layer(added: Rows, runs: int) -> Rows:
-    if (added % runs).any():
-        raise NotAlikeError("layers that look alike are of different sizes")
-    return added // runs
+def _continued(grown: Rows, layers: Rows, fold: Fold) -> Rows:
+    """How much every row still grows, from what it grew by when every run got one layer more.
+
+    A row that belongs to a run grows with it alone; the first one, what is alive at the start, with all of them.
+    """
+    more = np.zeros_like(grown)
+    total, runs = sum(run.count - LONG for run in fold.runs), len(fold.runs)
+    same = total == runs * (fold.runs[0].count - LONG)
+    for row in np.flatnonzero(grown.any(axis=1)).tolist():
+        run = fold.run_of.get(int(layers[row]))
+        if same or run is not None:
+            more[row] = grown[row] * ((run or fold.runs[0]).count - LONG)
+        elif row == 0 and not (grown[row] % runs).any():
+            more[row] = grown[row] // runs * total
+        else:
+            raise NotAlikeError("something grows with the layers, and it is not known with which of them")
+    return more

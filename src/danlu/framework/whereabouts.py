@@ -54,14 +54,19 @@ class Whereabouts:
         self._names: dict[int, str] = {}
         self._roots: dict[int, int] = {}
         """Microbatches that every part has begun."""
-        for part in parts:
+        self._parts: dict[int, int] = {}
+        for number, part in enumerate(parts, start=1):
+            self._parts[id(part)] = number
             self._names |= {id(module): name for name, module in part.named_modules()}
             self._roots[id(part)] = 0
             self._follow_recompute(part)
         self._stack: list[str] = []
         self._microbatch: int | None = None
+        self._part = 0
+        """The part that runs, counted from 1; 0 if none does."""
+        self._forward_part = 0
         self._starts: list[int] = [0]
-        self._stretches: list[tuple[str, int | None]] = [("", None)]
+        self._stretches: list[tuple[str, int | None, int]] = [("", None, 0)]
         self._last: tuple[str, int | None] = ("", None)
         self._unit: str | None = None
         self._reducing = False
@@ -71,7 +76,8 @@ class Whereabouts:
     def note(self) -> int:
         """Write into the book what runs now; its number in `contexts`."""
         phase, module, microbatch = self._now()
-        self._live.layer = self._layer(module)
+        layer = self._layer(module)
+        self._live.layer = layer if layer >= 0 else -1 - self._part
         number = self._live.context = self._number((phase, module if self._unit is None else self._unit, microbatch))
         return number
 
@@ -124,6 +130,7 @@ class Whereabouts:
 
     def _now(self) -> Context:
         if self.optimising:
+            self._part = 0
             return "optimiser", "", None
         if torch._C._current_graph_task_id() == -1:
             if self._unit is not None and not self._stack:
@@ -131,11 +138,14 @@ class Whereabouts:
                 return "backward" if self._reducing else "forward", self._unit, None
             if self._going_back:
                 return "backward", *self._last
+            self._part = self._forward_part
             return "forward", self._here(), self._microbatch
         node = torch._C._current_autograd_node()
         if node is not None and (number := node._sequence_nr()) != _LEAF:
-            self._last = self._stretches[bisect_right(self._starts, number) - 1]
-        module, microbatch = self._last
+            module, microbatch, self._part = self._stretches[bisect_right(self._starts, number) - 1]
+            self._last = module, microbatch
+        else:
+            module, microbatch = self._last
         if self._stack:
             return "recompute", self._stack[-1], microbatch
         return "backward", module, microbatch
@@ -162,6 +172,7 @@ class Whereabouts:
         if key in self._roots and not self._stack:
             self._microbatch = self._roots[key]
             self._roots[key] += 1
+            self._forward_part = self._parts[key]
         self._stack.append(self._names.get(key, self._here()))
         self._mark()
 
@@ -174,7 +185,7 @@ class Whereabouts:
         """Note from which node on the graph belongs to the module on top of the stack."""
         if torch._C._current_graph_task_id() != -1:
             return  # nodes made while computing again are thrown away
-        number, stretch = torch._C._autograd._get_sequence_nr(), (self._here(), self._microbatch)
+        number, stretch = torch._C._autograd._get_sequence_nr(), (self._here(), self._microbatch, self._forward_part)
         if self._starts[-1] == number:
             self._stretches[-1] = stretch
         else:

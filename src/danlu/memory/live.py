@@ -31,7 +31,7 @@ class Entries:
     """Operators that ran before."""
     context: NDArray[np.int64]
     layer: NDArray[np.int64]
-    """Layer that ran, or -1."""
+    """Layer that ran; outside layers -1, less the number of the model's part from 1."""
 
 
 class LiveBytes:
@@ -49,7 +49,7 @@ class LiveBytes:
         self.context = 0
         """What runs now, as a number that the owner of the book understands; written beside every entry."""
         self.layer = -1
-        """Number of the layer that runs now, or -1; written beside every entry."""
+        """Number of the layer that runs now, or below 0 for something else; written beside every entry."""
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._sizes: list[int] = []
         self._claims = bytearray()
