@@ -1,99 +1,160 @@
 """The dry run: `build` and one whole step of any rank of any world, in one process, without memory or network."""
 
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from math import prod
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._utils import InferenceMode
 
-from danlu.comm.fake import join_fake
+from danlu.comm.fake import join_fake, transfers_pending
 from danlu.comm.join import leave
 from danlu.comm.mesh import Mesh, build_mesh
-from danlu.comm.record import Call, CollectiveRecorder
+from danlu.framework.accumulate import Accumulation
 from danlu.framework.build import ForwardBackward, build
-from danlu.framework.measures import reduce_measures
+from danlu.framework.folding import NotAlikeError, find_fold, fold
+from danlu.framework.measures import even_experts, reduce_measures
 from danlu.framework.moe import LocalExchange
+from danlu.framework.optimiser_folding import NotLinearError
+from danlu.framework.recording import StepRecorder
 from danlu.framework.state import TrainState
+from danlu.framework.step_record import StepRecord, step_record, trace
+from danlu.framework.whereabouts import Whereabouts
 from danlu.memory.live import LiveBytes
+from danlu.parallel.actions import schedule_actions
 from danlu.parallel.expert import ExpertExchange
 from danlu.parallel.norm import clip
 from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe, has_experts
-from danlu.spec.trace import Collective, Trace
+from danlu.spec.trace import DryRun, Trace
 
 
-class NotYetDryError(RuntimeError):
-    """A part of the program that cannot run on fake tensors yet."""
+def dry_runs(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster | None,
+    ranks: Sequence[int],
+    whole: bool = False,
+    tell: Callable[[int], None] = lambda rank: None,
+) -> DryRun:
+    """Run one optimiser step as each of `ranks`; `tell` hears which is next."""
+    traces: list[Trace] = []
+    notes: list[str] = []
+    for rank in ranks:
+        tell(rank)
+        traces.append(dry_run(recipe, plan, cluster, rank, whole, notes.append))
+    return DryRun(
+        name=recipe.name,
+        cluster=cluster.name if cluster else "",
+        levels=tuple(level.name for level in cluster.levels) if cluster else (),
+        memory_limit=cluster.chip.memory if cluster else None,
+        degrees=plan.degrees.model_dump(),
+        microbatches=plan.microbatches,
+        schedule=schedule_actions(plan),
+        traces=tuple(traces),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
-def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Trace:
-    """Run one optimiser step as rank `rank` of the plan's world, and say what it sends and holds."""
-    if plan.compile:
-        raise NotYetDryError(
-            "`compile` must be false for a dry run, but is true: compiled code does not run on fake tensors; what a "
-            "rank sends is the same without it"
-        )
+def dry_run(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster | None,
+    rank: int,
+    whole: bool = False,
+    note: Callable[[str], None] = warnings.warn,
+) -> Trace:
+    """Run one optimiser step as rank `rank` of the plan's world, and say what it computes, sends and holds.
+
+    Layers that are like their neighbours are counted rather than run, unless the `whole` is asked for.
+    """
+    with _fake_mesh(recipe, plan, cluster, rank) as mesh:
+        folding = None if whole else find_fold(recipe, plan, mesh.coordinate("pp"))
+        if folding is not None:
+            try:
+                short, long = (
+                    _dry_record(shortened, replace(mesh, plan=its_plan), cluster)
+                    for shortened, its_plan in (folding.short, folding.long)
+                )
+                return trace(mesh, *fold(short, long, folding), folded=folding.layers)
+            except (NotAlikeError, NotLinearError) as error:
+                note(f"rank {rank:,}: every layer was run, because layers that look alike are not: {error}")
+        return trace(mesh, _dry_record(recipe, mesh, cluster))
+
+
+def real_step(recipe: Recipe, mesh: Mesh, cluster: Cluster | None, warm_up: int = 0, even: bool = True) -> Trace:
+    """Record a step on the real tensors and ranks of this world, for comparison with a dry run.
+
+    It follows `warm_up` others; experts are loaded as their router wants if they need not be loaded `even`ly.
+    """
+    return trace(mesh, _record(recipe, mesh, cluster, None, warm_up, even))
+
+
+@contextmanager
+def _fake_mesh(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Iterator[Mesh]:
+    """Be a rank of a world that does not exist."""
     join_fake(rank, plan.degrees.world)
     try:
-        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
-        return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
+        yield build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
     finally:
         leave()
 
 
-def trace_step(
-    recipe: Recipe, mesh: Mesh, cluster: Cluster | None, fake: AbstractContextManager[object] | None = None
-) -> Trace:
-    """Build a rank and record its second step: by then the optimiser has its states, and FSDP its buffers.
+def _dry_record(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> StepRecord:
+    with transfers_pending():
+        return _record(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True), warm_up=0, even=True)
 
-    Without `fake` the same is done on real tensors and the real ranks of this world, for comparison.
-    """
-    live, recorder = LiveBytes(), CollectiveRecorder()
+
+def _record(
+    recipe: Recipe,
+    mesh: Mesh,
+    cluster: Cluster | None,
+    fake: AbstractContextManager[object] | None,
+    warm_up: int,
+    even: bool,
+) -> StepRecord:
+    """Build a rank and record one of its steps; the optimiser has its states from the start."""
+    started = time.perf_counter()
+    live = LiveBytes()
+    recorder = StepRecorder(live)
     with ExitStack() as tensors:
-        state, forward_backward = build(recipe, mesh.plan, mesh, _entered(tensors, fake or nullcontext(), live))
+        state, forward_backward = build(recipe, mesh.plan, mesh, _entered(tensors, fake or nullcontext(), recorder))
         if fake is not None:
             _skip_vote(forward_backward)
+        if even:
             _route_evenly(state)
-        live.mark(state.parameters(), "parameters")
-        _step(recipe, state, forward_backward, mesh)
-        live.mark(_optimizer_tensors(state), "optimiser")
-        live.reset_peak()
-        with recorder:
-            _step(recipe, state, forward_backward, mesh)
-        return _trace(mesh, cluster, recorder, live)
+        _claim_states(live, state)
+        for _ in range(warm_up):
+            _step(recipe, state, forward_backward, mesh, None)
+        where = Whereabouts(state.parts, live)
+        _follow_passes(forward_backward, where)
+        recorder.start(where)
+        with where.followed():
+            _step(recipe, state, forward_backward, mesh, where)
+        return step_record(
+            recorder.record, live.entries(), where.contexts, cluster, seconds=time.perf_counter() - started
+        )
 
 
-def _step(recipe: Recipe, state: TrainState, forward_backward: ForwardBackward, mesh: Mesh) -> None:
+def _step(
+    recipe: Recipe, state: TrainState, forward_backward: ForwardBackward, mesh: Mesh, where: Whereabouts | None
+) -> None:
     """One step as the loop takes it, but for the figures that fake tensors do not have."""
     loss = forward_backward(*_batch(recipe, mesh))
+    if where is not None:
+        where.optimising = True
+        where.claim_gradients(state.parameters())
     reduce_measures(state, mesh, loss, memory=0, stop=False)
     clip(state.parameters(), norm=2.0, largest=1.0)
     state.update(recipe.optimizer.learning_rate)
+    even_experts(state)
     state.advance(recipe.batch.sequences)
-
-
-def _trace(mesh: Mesh, cluster: Cluster | None, recorder: CollectiveRecorder, live: LiveBytes) -> Trace:
-    """What was recorded, with calls that are alike counted together in the order of their first."""
-    counts: dict[tuple[str, str, int, str, int, str], int] = {}
-    for call in recorder.calls:
-        key = (call.operation, call.dtype, call.size, call.axes, call.group.size(), _level(call, cluster))
-        counts[key] = counts.get(key, 0) + 1
-    return Trace(
-        rank=mesh.rank,
-        world=mesh.plan.degrees.world,
-        collectives=tuple(
-            Collective(operation=o, dtype=d, size=s, axes=a, ranks=n, level=level, count=count)
-            for (o, d, s, a, n, level), count in counts.items()
-        ),
-        peak=live.peak_total,
-        peak_by_kind={kind: size for kind, size in live.peak.items() if size},
-    )
 
 
 def _batch(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, Tensor]:
@@ -103,20 +164,23 @@ def _batch(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, Tensor]:
     return tokens, tokens.clone()
 
 
-def _optimizer_tensors(state: TrainState) -> list[Tensor]:
-    return [value for held in state.optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+def _claim_states(live: LiveBytes, state: TrainState) -> None:
+    for name, tensor in state.tensors().items():
+        live.claim([tensor], "parameters" if name.startswith("model.") else "optimiser")
+    for part in state.parts:
+        live.claim(part.buffers(), "parameters")
 
 
-def _level(call: Call, cluster: Cluster | None) -> str:
-    """The innermost level of the network that joins all ranks of a group."""
-    if cluster is None:
-        return ""
-    ranks = dist.get_process_group_ranks(call.group)
-    for depth, level in enumerate(cluster.levels):
-        inside = prod(each.fanout for each in cluster.levels[: depth + 1])
-        if min(ranks) // inside == max(ranks) // inside:
-            return level.name
-    return cluster.levels[-1].name
+def _follow_passes(forward_backward: ForwardBackward, where: Whereabouts) -> None:
+    """Tell apart what no module does: the loss, whose scores are often the largest activation, and backward passes."""
+    if isinstance(forward_backward, Pipeline):
+        schedule = forward_backward.schedule
+        schedule._loss_fn = where.inside("loss", schedule._loss_fn) if schedule._loss_fn else None
+        for stage in forward_backward.stages:
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, name, where.going_back(getattr(stage, name)))
+    elif isinstance(forward_backward, Accumulation):
+        forward_backward.loss = where.inside("loss", forward_backward.loss)
 
 
 @contextmanager

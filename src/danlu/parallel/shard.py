@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from danlu.parallel.cut import cut_over, held_offset, lean_fsdp
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,16 @@ def apply_sharding(
     On a mesh of one rank this only casts precision, so that every layout computes in the same dtypes.
     """
     allow_view(part)
-    for unit in units:
-        fully_shard(
-            unit.module,
-            mesh=unit.mesh,
-            mp_policy=policy(unit.name),
-            reshard_after_forward=reshard_after_forward and not unit.last,
-        )
-    fully_shard(part, mesh=mesh, mp_policy=rest, reshard_after_forward=False)
+    with lean_fsdp():
+        for unit in units:
+            fully_shard(
+                unit.module,
+                mesh=unit.mesh,
+                mp_policy=policy(unit.name),
+                reshard_after_forward=reshard_after_forward and not unit.last,
+                shard_placement_fn=cut_over(unit.mesh),
+            )
+        fully_shard(part, mesh=mesh, mp_policy=rest, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule) and not average:
             module.set_gradient_divide_factor(1.0)
@@ -83,7 +85,4 @@ def held_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where in the whole it begins."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
-    with unset_fake_temporarily():  # the mesh reckons with tensors of its own, which a dry run must not fake
-        mesh, placements = parameter.device_mesh, parameter.placements
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return parameter.to_local(), tuple(offset)
+    return parameter.to_local(), held_offset(parameter)
