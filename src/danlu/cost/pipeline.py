@@ -78,7 +78,7 @@ def parse_action(text: str) -> Action:
             f'an action must be one of {", ".join(ACTION_KINDS)}, a stage and a microbatch such as "F0.3", '
             f'but is "{text}"'
         )
-    return Action(kind, int(stage), int(microbatch))  # type: ignore[arg-type]  # found among the kinds above
+    return Action(kind, int(stage), int(microbatch))
 
 
 def simulate(order: Order, durations: Durations, transfers: Mapping[tuple[int, int], float] | None = None) -> Timeline:
