@@ -9,16 +9,17 @@ from danlu.spec.trace import Collective, DryRun, Instant, Operator, Phase, Trace
 
 GIB = 1024**3
 MIB = 1024**2
-MODULES = (
-    "attention.q",
-    "attention.k",
-    "attention.v",
-    "attention.core",
-    "attention.o",
-    "mlp.gate",
-    "mlp.up",
-    "mlp.down",
-)
+WEIGHTS = {
+    "attention.q": 2.0,
+    "attention.k": 0.25,
+    "attention.v": 0.25,
+    "attention.core": 3.0,
+    "attention.o": 2.0,
+    "mlp.gate": 7.0,
+    "mlp.up": 7.0,
+    "mlp.down": 7.0,
+}
+"""FLOPs of every module of a block, against each other."""
 LEVELS = ("node", "pod", "fabric")
 
 
@@ -132,19 +133,11 @@ def _operators(place: int, places: int, layers: int, microbatches: int, recomput
     phases: dict[Phase, int] = {"forward": 1, "backward": 2}
     if recompute:
         phases["recompute"] = 1
-    weight = {
-        "mlp.gate": 7.0,
-        "mlp.up": 7.0,
-        "mlp.down": 7.0,
-        "attention.core": 3.0,
-        "attention.k": 0.25,
-        "attention.v": 0.25,
-    }
     for phase, times in phases.items():
-        for module in MODULES:
+        for module, weight in WEIGHTS.items():
             name = "aten._scaled_dot_product_attention" if module == "attention.core" else "aten.mm"
             calls = layers * microbatches * times
-            yield operator(name, phase, f"blocks.*.{module}", weight.get(module, 2.0) * 1e11, 48 * MIB, calls)
+            yield operator(name, phase, f"blocks.*.{module}", weight * 1e11, 48 * MIB, calls)
             yield operator("aten.view", phase, f"blocks.*.{module}", 0.0, 0, calls)
         for norm in ("norm_1", "norm_2"):
             yield operator("aten.mul", phase, f"blocks.*.{norm}", 0.0, 96 * MIB, 3 * layers * microbatches * times)

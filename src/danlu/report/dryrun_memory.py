@@ -60,7 +60,8 @@ def peaks(traces: Sequence[Trace], limit: int | None) -> str:
     full = max(highest, shown_limit or 0) * 1.01
     mark = f'<b class="limit" style="left:{shown_limit / full:.2%}"></b>' if shown_limit else ""
     rows = "".join(
-        f'<div class="level"><span>rank {trace.rank:,}</span><div class="track">{bar(_parts(trace.peak), full)}{mark}</div>'
+        f'<div class="level"><span>rank {trace.rank:,}</span>'
+        f'<div class="track">{bar(_parts(trace.peak), full)}{mark}</div>'
         f"<span>{wording.size(trace.peak.total)}</span><small>{escape(where(trace.peak))}</small></div>"
         for trace in traces
     )
@@ -180,7 +181,8 @@ def _peak_label(peak: Instant, across: Scale) -> str:
     else:
         side = f"left:{share:.2%};transform:translateX(-50%)"
     microbatch = "" if peak.microbatch is None else f" · microbatch {peak.microbatch}"
-    return f'<span class="peak" style="{side}"><b>{wording.size(peak.total)}</b> in {escape(where(peak))}{microbatch}</span>'
+    words = escape(f"in {where(peak)}{microbatch}")
+    return f'<span class="peak" style="{side}"><b>{wording.size(peak.total)}</b> {words}</span>'
 
 
 def _limit_label(limit: int | None, up: Scale) -> str:

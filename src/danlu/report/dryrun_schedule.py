@@ -209,7 +209,8 @@ def _cut_words(timeline: Timeline, windows: Sequence[_Window]) -> str:
     if len(windows) == 1:
         return ""
     shown = (windows[0].end - windows[0].start) / timeline.total
-    return f" Drawn are the first and the last {wording.percent(shown)} of the step; what lies between goes on in the same way."
+    share = wording.percent(shown)
+    return f" Drawn are the first and the last {share} of the step; what lies between goes on in the same way."
 
 
 def _key(timeline: Timeline) -> str:
