@@ -74,7 +74,7 @@ def _table(title: str, unit: str, shares: Sequence[Share], text: Callable[[float
     full = shares[0].amount if shares else 1.0
     lines = "".join(
         f'<tr><td class="wide"><code>{escape(share.module) or "outside any module"}</code>'
-        f"<small>{escape(_names(share))} · {share.calls:,} calls</small></td>"
+        f'<small title="{escape(", ".join(share.operators))}">{escape(_called(share))}</small></td>'
         f'<td><span class="phase p-{share.phase}">{share.phase}</span></td>'
         f'<td class="number">{text(share.amount)}</td><td class="share"><div>'
         f"{bar([Part(f'p-{share.phase}', share.amount, text(share.amount))], full)}"
@@ -94,6 +94,6 @@ def _table(title: str, unit: str, shares: Sequence[Share], text: Callable[[float
     )
 
 
-def _names(share: Share) -> str:
-    more = f" and {len(share.operators) - 2} more" if len(share.operators) > 2 else ""
-    return ", ".join(share.operators[:2]) + more
+def _called(share: Share) -> str:
+    """`8 calls · aten.mm`: how often, and of what, as far as there is room."""
+    return f"{share.calls:,} call{'s' * (share.calls != 1)} · {', '.join(share.operators)}"

@@ -7,10 +7,10 @@ from danlu.cost.pipeline import ScheduleError
 from danlu.report import wording
 from danlu.report.dryrun_memory import memory_figure, peaks, where, whole_size, worst
 from danlu.report.dryrun_operators import operator_tables, phase_flops
-from danlu.report.dryrun_schedule import schedule_figure, time_schedule
+from danlu.report.dryrun_schedule import Timed, schedule_figure, time_schedule
 from danlu.report.dryrun_traffic import sent, traffic_figure
 from danlu.report.frame import MARK, document, facts_list, footer, tile_row
-from danlu.spec.trace import DryRun, Instant, Trace
+from danlu.spec.trace import DryRun, Trace
 
 _AXES = {
     "pp": "{} pipeline places",
@@ -28,17 +28,27 @@ def dryrun_page(run: DryRun) -> str:
     if not run.traces:
         raise ValueError("a dry run must hold the trace of at least one rank, but holds none")
     heaviest = worst(run.traces)
+    timed, problem = _timed(run)
     several = f"<h2>Memory of every rank at its peak</h2>{peaks(run.traces, run.memory_limit)}"
     body = [
         _header(run, heaviest),
-        _tiles(run, heaviest),
+        _tiles(run, heaviest, timed),
         several if len(run.traces) > 1 else "",
-        f"<h2>Pipeline</h2>{schedule_figure(run)}" if run.schedule else "",
+        f"<h2>Pipeline</h2>{schedule_figure(run, timed) if timed else problem}" if run.schedule else "",
         f"<h2>{'Rank by rank' if len(run.traces) > 1 else 'The rank'}</h2>",
         *(_rank(run, trace, is_open=trace is heaviest) for trace in run.traces),
         footer(),
     ]
     return document(f"{run.name}, dry run", "".join(body), styles=("page.css", "dryrun.css"))
+
+
+def _timed(run: DryRun) -> tuple[Timed | None, str]:
+    """The schedule with its times; where there are none, why, as a card of the page."""
+    try:
+        return time_schedule(run), ""
+    except ScheduleError as error:
+        words = escape(f"The schedule cannot be drawn: {error}.")
+        return None, f'<div class="card"><p class="soft">{words}</p></div>'
 
 
 def _header(run: DryRun, heaviest: Trace) -> str:
@@ -68,12 +78,13 @@ def verdict(run: DryRun) -> str:
     heaviest = worst(run.traces)
     peak, limit = heaviest.peak, run.memory_limit
     if limit is None:
-        words = f"Needs {wording.size(peak.total)} a chip"
+        words = f"Needs {wording.size(peak.total)} a rank"
     elif peak.total <= limit:
         words = f"Fits: needs {_of(peak.total, limit)}"
     else:
         words = f"Does not fit: needs {_of(peak.total, limit)}, {wording.size(peak.total - limit)} too much"
-    return f"{words}; the peak is in {_moment(peak)} on rank {heaviest.rank:,}."
+    during = f", microbatch {peak.microbatch:,}," if peak.microbatch is not None and run.microbatches > 1 else ""
+    return f"{words}; the peak is in {where(peak)}{during} on rank {heaviest.rank:,}."
 
 
 def _of(needed: int, limit: int) -> str:
@@ -81,10 +92,6 @@ def _of(needed: int, limit: int) -> str:
     some, all_of_it = wording.size(needed), whole_size(limit)
     number, unit = some.split(" ")
     return f"{number if all_of_it.endswith(unit) else some} of {all_of_it}"
-
-
-def _moment(peak: Instant) -> str:
-    return where(peak) + ("" if peak.microbatch is None else f", microbatch {peak.microbatch:,},")
 
 
 def _gaps(run: DryRun) -> list[str]:
@@ -107,7 +114,7 @@ def _world(run: DryRun) -> int:
     return prod(degree for axis, degree in run.degrees.items() if axis != "ep")
 
 
-def _tiles(run: DryRun, heaviest: Trace) -> str:
+def _tiles(run: DryRun, heaviest: Trace, timed: Timed | None) -> str:
     busiest = max(run.traces, key=lambda trace: trace.flops)
     again = phase_flops(busiest)["recompute"]
     loudest = max(run.traces, key=sent)
@@ -127,21 +134,15 @@ def _tiles(run: DryRun, heaviest: Trace) -> str:
                 f"a rank, {wording.percent(again / busiest.flops)} computed again" if again else "a rank",
             ),
             ("Sent a step", wording.size(sent(loudest)), f"by rank {loudest.rank:,}"),
-            ("Bubble", *_bubble(run)),
+            (
+                "Bubble",
+                wording.percent(timed.timeline.bubble if timed else None),
+                "of the pipeline's time" if timed else "see below" if run.schedule else "no pipeline",
+            ),
             ("Ranks", f"{_world(run):,}", ranks),
             ("Took", wording.duration(seconds), "without the machine"),
         ]
     )
-
-
-def _bubble(run: DryRun) -> tuple[str, str]:
-    try:
-        timed = time_schedule(run)
-    except ScheduleError:
-        return wording.MISSING, "see below"
-    if timed is None:
-        return wording.MISSING, "no pipeline"
-    return wording.percent(timed.timeline.bubble), "of the pipeline's time"
 
 
 def _rank(run: DryRun, trace: Trace, is_open: bool) -> str:

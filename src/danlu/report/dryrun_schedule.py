@@ -8,7 +8,6 @@ from danlu.cost.pipeline import (
     ACTION_KINDS,
     ActionKind,
     Durations,
-    ScheduleError,
     Slot,
     Timeline,
     parse_action,
@@ -88,14 +87,8 @@ def _recomputes(trace: Trace) -> bool:
     return flops["recompute"] > flops["forward"] / 2
 
 
-def schedule_figure(run: DryRun) -> str:
+def schedule_figure(run: DryRun, timed: Timed) -> str:
     """The card of the schedule: the picture, the share that is idle, and what the widths mean."""
-    try:
-        timed = time_schedule(run)
-    except ScheduleError as error:
-        return f'<div class="card"><p class="soft">The schedule cannot be drawn: {escape(str(error))}.</p></div>'
-    if timed is None:
-        return ""
     timeline = timed.timeline
     windows = _windows(timeline)
     parts: list[str] = []
