@@ -33,7 +33,7 @@ SHUTTER = 120
 """Step at which the terminal is photographed: the bar is half full and the loss has moved."""
 PAGE = (1100, 1045)
 """Pixels of a run's page that are shown: down to the second row of curves."""
-DRYRUN_PAGE = (1100, 1400)
+DRYRUN_PAGE = (1100, 1480)
 """Pixels of a dry run's page that are shown: down to the memory of the first rank."""
 DRYRUN_PLAN = """\
 microbatches = 8

@@ -119,6 +119,7 @@ def _collectives(places: int, layers: int, microbatches: int, with_cluster: bool
     yield call("all_reduce", 32 * MIB, "replicate", 4, "pod", layers)
     if places > 1:
         yield call("send", 512 * MIB, "pp", places, "fabric", microbatches)
+        yield call("receive", 512 * MIB, "pp", places, "fabric", microbatches)
     yield call("all_reduce", 12, "replicate·shard", 128, "pod", 1)
     yield call("all_reduce", 12, "world", 1024 * places, "fabric", 2)
 

@@ -157,7 +157,7 @@ def _rank(run: DryRun, trace: Trace, is_open: bool) -> str:
         f"</small><small>{figures}</small></summary>"
         f'<section><div class="head"><h3>Memory over the step</h3><small>{steps:,} operators from left to right'
         f"</small></div>{memory_figure(trace, run.memory_limit)}</section>"
-        f'<section><div class="head"><h3>Bytes by network level and axis</h3><small>put into collectives in a step, '
-        f"levels innermost first</small></div>{traffic_figure(trace, run.levels)}</section>"
+        f'<section><div class="head"><h3>Bytes by network level and axis</h3>'
+        f"<small>sent in a step, levels innermost first</small></div>{traffic_figure(trace, run.levels)}</section>"
         f"<section><h3>Heaviest operators</h3>{operator_tables(trace)}</section></details>"
     )

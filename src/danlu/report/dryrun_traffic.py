@@ -12,6 +12,9 @@ from danlu.spec.trace import Trace
 AXES = (*DENSE_AXES, "ep")
 """Axes with a colour of their own; groups along several of them have the first one's, paler."""
 
+RECEIVE = "receive"
+"""The one operation of a trace whose bytes come in."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -24,9 +27,14 @@ class Traffic:
     calls: int
     bytes: int
 
+    @property
+    def sent(self) -> int:
+        """Bytes that leave the rank; what it receives is another's to count."""
+        return 0 if self.operation == RECEIVE else self.bytes
+
 
 def traffic(trace: Trace) -> list[Traffic]:
-    """What a rank sends in a step by axis, level and operation, most first."""
+    """What a rank sends and receives in a step by axis, level and operation, most first."""
     sums: dict[tuple[str, int, str, str], list[int]] = {}
     for call in trace.collectives:
         both = sums.setdefault((call.axes, call.ranks, call.level, call.operation), [0, 0])
@@ -37,8 +45,8 @@ def traffic(trace: Trace) -> list[Traffic]:
 
 
 def sent(trace: Trace) -> int:
-    """All bytes a rank puts into collectives in a step."""
-    return sum(call.total for call in trace.collectives)
+    """All bytes a rank sends in a step."""
+    return sum(row.sent for row in traffic(trace))
 
 
 def traffic_figure(trace: Trace, levels: Sequence[str]) -> str:
@@ -47,7 +55,7 @@ def traffic_figure(trace: Trace, levels: Sequence[str]) -> str:
     if not rows:
         return '<p class="soft">This rank sends nothing.</p>'
     named = [*levels, *dict.fromkeys(row.level for row in rows if row.level not in levels)]
-    full = max(sum(row.bytes for row in rows if row.level == level) for level in named) or 1
+    full = max(sum(row.sent for row in rows if row.level == level) for level in named) or 1
     bars = "".join(_level(level, [row for row in rows if row.level == level], full) for level in named)
     axes = sorted(dict.fromkeys(row.axes for row in rows), key=_order)
     key = "".join(f'<span><i class="{_tone(axis)}"></i>{escape(axis)}</span>' for axis in axes)
@@ -57,7 +65,7 @@ def traffic_figure(trace: Trace, levels: Sequence[str]) -> str:
 def _level(level: str, rows: Sequence[Traffic], full: float) -> str:
     by_axis: dict[str, int] = {}
     for row in rows:
-        by_axis[row.axes] = by_axis.get(row.axes, 0) + row.bytes
+        by_axis[row.axes] = by_axis.get(row.axes, 0) + row.sent
     parts = [
         Part(_tone(axis), size, f"{axis}: {wording.size(size)}")
         for axis, size in sorted(by_axis.items(), key=lambda item: _order(item[0]))
