@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from danlu.cli.dryrun_page import show_dryrun
+from danlu.cli.own_model import check_own_model, with_absolute_paths
 from danlu.comm.layout import dense_ranks
 from danlu.report import wording
 from danlu.report.trace import footer, memory_table, operator_table, traffic_table
@@ -32,6 +34,8 @@ def dryrun(
     ] = "",
     whole: Annotated[bool, typer.Option("--whole", help="Run every layer, also those like their neighbours.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON to this file as well.", metavar="FILE.json")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the page to this file.", metavar="FILE.html")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Write the page and open it in the browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run the real program for one step without the machine: what each rank computes, sends and holds.
@@ -41,6 +45,8 @@ def dryrun(
     their neighbours are counted rather than run; the last lines say how many.
     """
     checked = check_all(recipe, plan, cluster, default=Plan())
+    resolved = with_absolute_paths(checked.recipe, recipe.parent)
+    check_own_model(resolved, recipe, checked.plan, plan)
     numbers = _ranks(ranks, checked.plan, checked.cluster)
     from danlu.framework.dryrun import dry_runs
 
@@ -53,7 +59,7 @@ def dryrun(
                 f"rank {rank:,} of {checked.plan.degrees.world:,}, {numbers.index(rank) + 1} of {len(numbers)}"
             )
 
-        run = dry_runs(checked.recipe, checked.plan, checked.cluster, numbers, whole=whole, tell=tell)
+        run = dry_runs(resolved, checked.plan, checked.cluster, numbers, whole=whole, tell=tell)
     for note in run.notes:
         errors.print(note, style="yellow")
     text = run.model_dump_json()
@@ -62,8 +68,10 @@ def dryrun(
         errors.print(f"{wording.path(out.absolute())}: {len(run.traces)} ranks")
     if as_json:
         typer.echo(text)
-        return
-    _print(run, time.monotonic() - started)
+    else:
+        _print(run, time.monotonic() - started)
+    if page is not None or open_page:
+        show_dryrun(run, page, open_page)
 
 
 def _print(run: DryRun, seconds: float) -> None:
