@@ -87,7 +87,7 @@ def layouts() -> list[Layout]:
 
 
 def recipe(layout: Layout) -> Recipe:
-    """7 M parameters (13 M with experts) and 2,048 tokens a step: enough that small change does not decide."""
+    """7 M parameters (14 M with experts) and 2,048 tokens a step: enough that small change does not decide."""
     moe = Moe(experts=8, top_k=2, width=256, dense_layers=1) if layout.experts else None
     model = Model(vocabulary=2048, layers=8, width=256, heads=8, kv_heads=4, mlp_width=768, sequence=128, moe=moe)
     return Recipe(
