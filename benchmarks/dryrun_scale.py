@@ -234,7 +234,7 @@ def misses(results: dict[Task, Result]) -> list[str]:
     for task, result in results.items():
         name = f"{task.case}, rank {task.rank:,} of {task.world:,}"
         if result.seconds > SECONDS:
-            found.append(f"{name}: took {result.seconds:.0f} s, the bar is {SECONDS:.0f} s")
+            found.append(f"{name}: took {result.seconds:.0f} s ({result.cpu:.0f} s of CPU), the bar is {SECONDS:.0f} s")
         if result.resident > MEMORY:
             found.append(f"{name}: held {wording.size(result.resident)}, the bar is {wording.size(MEMORY)}")
     growth = growth_of(results)
