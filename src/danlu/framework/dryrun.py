@@ -34,6 +34,12 @@ from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe, has_experts
 from danlu.spec.trace import DryRun, Trace
 
+COMPILED = (
+    "`compile` is true: blocks were run as they are written, because compiled code does not run on tensors without "
+    "memory. What ranks send is the same; operators and activations are those of code that is not compiled, which "
+    "keeps more of them."
+)
+
 
 def dry_runs(
     recipe: Recipe,
@@ -72,8 +78,12 @@ def dry_run(
 ) -> Trace:
     """Run one optimiser step as rank `rank` of the plan's world, and say what it computes, sends and holds.
 
-    Layers that are like their neighbours are counted rather than run, unless the `whole` is asked for.
+    Layers that are like their neighbours are counted rather than run, unless the `whole` is asked for. Where the dry
+    run departs from the run itself, `note` hears of it.
     """
+    if plan.compile:
+        note(COMPILED)
+        plan = plan.model_copy(update={"compile": False})
     with _fake_mesh(recipe, plan, cluster, rank) as mesh:
         folding = None if whole else find_fold(recipe, plan, mesh.coordinate("pp"))
         if folding is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.comm.record import Call, recorded_call
@@ -49,7 +49,7 @@ class StepRecorder(TorchDispatchMode):
 
     One mode for all of it: each mode costs every operator a turn through Python. Operators on DTensors are let
     through, so that what they do to the local tensors is seen instead; what DTensor tries out on the way, to learn
-    the shape of a result, is not part of the step and left out. So are views, and what only allocates.
+    how a result will be sharded, it does only once, and it is left out. So are views, and what only allocates.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -70,17 +70,17 @@ class StepRecorder(TorchDispatchMode):
 
     def __enter__(self) -> "StepRecorder":
         self._stack.enter_context(self.live)
-        try_out = ShardingPropagator._propagate_tensor_meta_non_cached
+        try_out = OpDispatcher._propagate_op_sharding_dispatch_slow_path
 
-        def unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        def unseen(dispatcher: OpDispatcher, *args: Any) -> Any:
             self._trying += 1
             try:
-                return try_out(propagator, op_schema)
+                return try_out(dispatcher, *args)
             finally:
                 self._trying -= 1
 
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign,assignment]
-        self._stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", try_out)
+        OpDispatcher._propagate_op_sharding_dispatch_slow_path = unseen  # type: ignore[method-assign,assignment]
+        self._stack.callback(setattr, OpDispatcher, "_propagate_op_sharding_dispatch_slow_path", try_out)
         super().__enter__()
         return self
 
