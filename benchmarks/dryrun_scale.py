@@ -60,7 +60,8 @@ CASES = {
     "deepseek": Job("deepseek.toml", "deepseek-h100.toml", "h100-pod"),
     "bagualu": Job("bagualu.toml", "bagualu-sunway.toml", "sunway"),
 }
-QUICK = ("deepseek", "growth")
+QUICK = ("bagualu", "growth")
+"""The sample for CI: the most ranks, and one pipeline place of the case."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def tasks_of(case: str, quick: bool) -> Iterator[Task]:
     _, plan, cluster = CASES[case].read()
     firsts = dense_ranks(plan, cluster)[:, 0, 0, 0, 0].tolist()
     places = sorted({0, min(1, len(firsts) - 1), len(firsts) - 1})
-    for place in places[1:2] if quick else places:
+    for place in places[:1] if quick else places:
         yield Task(case, plan.degrees.world, firsts[place], f"pp {place}" if len(firsts) > 1 else "any")
 
 
@@ -234,7 +235,7 @@ def misses(results: dict[Task, Result]) -> list[str]:
     for task, result in results.items():
         name = f"{task.case}, rank {task.rank:,} of {task.world:,}"
         if result.seconds > SECONDS:
-            found.append(f"{name}: took {result.seconds:.0f} s, the bar is {SECONDS:.0f} s")
+            found.append(f"{name}: took {result.seconds:.0f} s ({result.cpu:.0f} s of CPU), the bar is {SECONDS:.0f} s")
         if result.resident > MEMORY:
             found.append(f"{name}: held {wording.size(result.resident)}, the bar is {wording.size(MEMORY)}")
     growth = growth_of(results)
