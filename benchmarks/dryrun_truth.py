@@ -116,7 +116,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = run_worlds(Path(folder), chosen, arguments.quick)
     rows = [judged(layout, results[layout.name]) for layout in chosen]
-    Console().print(table(rows))
+    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     missed = [row["layout"] for row in rows if not row["passed"]]
     summary = {
         "benchmark": "dryrun_truth",
