@@ -58,7 +58,7 @@ GB200's and GB300's are the B200's and B300's, over their own peaks."""
 ACHIEVABLE_FP8 = 1402.6 / 1979
 """The same for fp8 on the H100."""
 HOPPER_ATTENTION = (0.58, 0.50)
-"""Of cuDNN's attention over the bf16 peak, forward and backward (Shah et al., "FlashAttention-3", 2024, figures 5, 6)."""
+"""Of cuDNN on its bf16 peak, forward and backward (Shah et al., "FlashAttention-3", 2024, figures 5 and 6)."""
 SPRING = 0.02
 """Error that a constant must save to be moved by a factor e from its start."""
 ROUNDS = 7

@@ -7,7 +7,6 @@ attention as far as it lasts (Liu et al., "Ring attention", 2023).
 """
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 from danlu.cost.calibration import Habits
@@ -80,7 +79,6 @@ class LayerTime(NamedTuple):
     """Computed again in the backward pass, beside `backward`."""
 
 
-@lru_cache(maxsize=16384)
 def layer_time(
     shape: Shape, cut: Cut, device: Device, network: Network, software: Software, habits: Habits, *, moe: bool
 ) -> LayerTime:

@@ -72,6 +72,37 @@ class Predictor:
         self.network = network_of(cluster, self.efficiency.inner, self.efficiency.outer, self.habits.collective)
         known = constants.known(chip.name)
         self.notes = () if known else (f"no calibration for {chip.name}: the default efficiencies are taken",)
+        self._places: dict[object, Places] = {}
+        self._layers: dict[tuple[Cut, bool], LayerTime] = {}
+        self._kept: dict[tuple[Cut, bool], tuple[float, float]] = {}
+
+    def places(self, layout: Layout) -> Places:
+        """Where the groups of a layout lie."""
+        key = (layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp, layout.ep, layout.spans)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Places(layout, self.network, self.software.expert_tp)
+        return found
+
+    def layer(self, cut: Cut, moe: bool) -> LayerTime:
+        """Time of one layer."""
+        found = self._layers.get((cut, moe))
+        if found is None:
+            found = layer_time(self.shape, cut, self.device, self.network, self.software, self.habits, moe=moe)
+            self._layers[cut, moe] = found
+        return found
+
+    def kept(self, cut: Cut, moe: bool) -> tuple[float, float]:
+        """Bytes that one layer keeps, and those of a layer that is computed again."""
+        found = self._kept.get((cut, moe))
+        if found is None:
+            software, fp8 = self.software, self.device.fp8
+            again = 0.0
+            if software.recompute in ("full", "elementwise", "latent"):
+                plain = replace(software, recompute="none")
+                again = layer_activations(self.shape, cut, plain, moe=moe, fp8=fp8)
+            found = self._kept[cut, moe] = layer_activations(self.shape, cut, software, moe=moe, fp8=fp8), again
+        return found
 
     def step(self, layout: Layout) -> Prediction:
         """Predict one step of a layout that divides the batch and the model."""
@@ -110,7 +141,7 @@ class _Step:
         self.shape, self.software = predictor.shape, predictor.software
         self.habits, self.network, self.device = predictor.habits, predictor.network, predictor.device
         self.sharding = self.software.sharding or (HYBRID if layout.replicate > 1 else ZERO_3)
-        self.places = Places(layout, self.network, self.software.expert_tp)
+        self.places = predictor.places(layout)
         self.cut = Cut(
             sequences=max(1, predictor.batch.sequences // (layout.data * layout.microbatches)),
             length=predictor.batch.length,
@@ -154,22 +185,19 @@ class _Step:
             notes=self.of.notes,
         )
 
-    def _layer(self, moe: bool) -> LayerTime:
-        return layer_time(self.shape, self.cut, self.device, self.network, self.software, self.habits, moe=moe)
-
     def _stage(self, holding: Holding) -> tuple[StageTime, dict[str, float]]:
         """One rank's passes of one microbatch, and their parts."""
         parts = dict.fromkeys(
             ("linear", "attention", "elementwise", "recompute", "head", "tensor", "expert", "context", "waiting"), 0.0
         )
-        forward = backward = weights = again = 0.0
+        forward = backward = weights = 0.0
         ratio = 1.0
         if self.software.recomputed_layers is not None:
             ratio = min(1.0, self.software.recomputed_layers / self.shape.layers)
         for count, moe in ((holding.dense, False), (holding.moe, True)):
             if not count:
                 continue
-            time = self._layer(moe)
+            time = self.of.layer(self.cut, moe)
             for once in (time.forward, time.backward):
                 _add(parts, once, count)
             parts["recompute"] += count * ratio * time.again.compute
@@ -177,7 +205,6 @@ class _Step:
             forward += count * time.forward.total
             backward += count * (time.backward.total + ratio * time.again.total)
             weights += count * time.weights
-            again += count * ratio * time.again.total
         ends_forward, ends_backward = self._ends(holding)
         parts["head"] += ends_forward + ends_backward
         forward, backward = forward + ends_forward, backward + ends_backward
@@ -189,10 +216,10 @@ class _Step:
             backward += parts["accumulate"]
         gathers = self._gathers(holding)
         if gathers:
-            first, second = exposed(gathers[0], forward, self.habits.contention), 0.0
-            second = exposed(gathers[1], backward, self.habits.contention)
-            if not self.software.hides_gradients:
-                first, second = gathers
+            first, second = gathers
+            if self.software.hides_gradients:
+                first = exposed(first, forward, self.habits.contention)
+                second = exposed(second, backward, self.habits.contention)
             parts["gather"] = first + second
             forward, backward = forward + first, backward + second
         sending = self._sending()
@@ -305,13 +332,9 @@ class _Step:
             mine, self.places.dense, self.places.experts, self.sharding, software
         )
         flight = in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
-        fp8 = self.device.fp8
-        kept = holding.dense * layer_activations(self.shape, self.cut, software, moe=False, fp8=fp8)
-        kept += holding.moe * layer_activations(self.shape, self.cut, software, moe=True, fp8=fp8)
-        again = 0.0
-        if software.recompute in ("full", "elementwise", "latent"):
-            plain = replace(software, recompute="none")
-            again = layer_activations(self.shape, self.cut, plain, moe=holding.moe > 0, fp8=fp8)
+        kept = holding.dense * self.of.kept(self.cut, False)[0] if holding.dense else 0.0
+        kept += holding.moe * self.of.kept(self.cut, True)[0] if holding.moe else 0.0
+        again = self.of.kept(self.cut, holding.moe > 0)[1]
         # The loss is done before the first layer is computed again: never both.
         logits = logit_bytes(self.shape, self.cut, software) if holding.head else 0.0
         pipe = pipe_buffers(holding, self.cut, self.shape, flight, software) if layout.pp > 1 else 0.0
