@@ -63,9 +63,9 @@ class Pass(NamedTuple):
         """With exposed traffic, and at least as long as the host takes."""
         return self.compute + self.tensor + self.expert + self.context + self.waiting
 
-    def launched(self, host: float) -> "Pass":
-        """The same pass when its kernels take the host so long to launch."""
-        return self._replace(waiting=max(0.0, host - self.total))
+    def launched(self, host: float, blocking: bool) -> "Pass":
+        """The same pass when its kernels take the host so long to launch, ahead of the chip or after each kernel."""
+        return self._replace(waiting=host if blocking else max(0.0, host - self.total))
 
 
 class LayerTime(NamedTuple):
@@ -116,7 +116,8 @@ def layer_time(
         context=_context(shape, tokens, cut, network, core_backward, 2),
     )
     host = habits.host * (kernels + (4 if cut.tp > 1 else 0))
-    forward, backward = forward.launched(host), backward.launched(1.3 * host)
+    blocking = software.blocking_launches
+    forward, backward = forward.launched(host, blocking), backward.launched(1.3 * host, blocking)
     return LayerTime(forward, backward, weights, _again(forward, shape, tokens, cut, device, software))
 
 

@@ -114,10 +114,12 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         synchronises_every_microbatch=row["engine"] in ("fsdp", "xla"),
         accumulates_apart=row["engine"] == "deepspeed",
         serial_transfers=row["engine"] == "deepspeed",
+        reduces_whole=row["engine"] == "deepspeed" and row["dtype"] == "bf16",  # as its optimiser for bf16 does
         extra_groups=4 if row["engine"] == "deepspeed" else 0,  # its pipeline makes its own beside Megatron's
         keeps_half=row["engine"] not in ("fsdp", "xla"),
         bucket_bytes=_BUCKETS if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
         fused_loss=row["loss"] == "fused",
+        blocking_launches=row["launches"] == "blocking",
         latent=latent,
         window=int(window) if window else 0,
         windowed=float(share) if share else 0.0,

@@ -81,6 +81,8 @@ class Software:
     """Keep half-precision parameters beside the fp32 copy even where they are split like it."""
     accumulates_apart: bool = False
     """Add up gradients of microbatches in a pass over memory of its own, not in the product that makes them."""
+    reduces_whole: bool = False
+    """Give every rank all reduced gradients even where it needs only its part for its share of the optimiser."""
     serial_transfers: bool = False
     """Send and receive between stages one after the other, as DeepSpeed's pipeline does, not both at once."""
     embedding_slots: bool = False
@@ -93,6 +95,8 @@ class Software:
     """Bytes of buffers that gradients and parameters are sent in."""
     synchronises_every_microbatch: bool = True
     """With split gradients or parameters, reduce after every microbatch, as FSDP does; Megatron reduces once a step."""
+    blocking_launches: bool = False
+    """Wait for every kernel before the next is launched, as a remedy for hangs."""
     latent: Latent | None = None
     window: int = 0
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""

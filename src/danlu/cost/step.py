@@ -264,7 +264,11 @@ class _Step:
             if over != "none":
                 gather += pieces * all_gather(self.network, span, count * self.software.parameter_bytes / pieces)
             if every:
-                scatter += pieces * reduce_scatter(self.network, span, count * self.software.gradient_bytes / pieces)
+                gradients = count * self.software.gradient_bytes / pieces
+                scatter += pieces * reduce_scatter(self.network, span, gradients)
+                if self.sharding.gradients == "group":
+                    part = gradients / prod(span)
+                    scatter += pieces * all_reduce(self.network, self.places.replicate, part)
         twice = 2 if self.layout.reshards else 1
         if not self.layout.reshards and self.layout.microbatches > 1 and self.layout.pp > 1:
             gather /= self.layout.microbatches
@@ -297,10 +301,10 @@ class _Step:
             gradients = count * software.gradient_bytes
             parameters = count * software.parameter_bytes
             over = self.sharding
-            if over.gradients == "group":
+            if over.gradients == "group" and (not software.synchronises_every_microbatch or replicas.group == 1):
                 reduce += all_reduce(self.network, self.places.replicate, gradients / replicas.group)
-            elif not (software.synchronises_every_microbatch and over.gradients == "all"):
-                if over.optimizer == "none":
+            elif not (software.synchronises_every_microbatch and over.gradients != "none"):
+                if over.optimizer == "none" or software.reduces_whole:
                     reduce += all_reduce(self.network, every, gradients)
                 else:
                     reduce += reduce_scatter(self.network, every, gradients)
