@@ -251,6 +251,8 @@ def _again(forward: Pass, shape: Shape, tokens: int, cut: Cut, device: Device, s
         return Pass(attention=forward.attention)
     if software.recompute == "elementwise":
         return Pass(elementwise=forward.elementwise)
+    if software.recompute == "alternate":
+        return Pass(elementwise=forward.elementwise, linear=forward.linear / 2)
     if software.recompute == "latent" and shape.latent:
         up = list(_attention_products(shape, tokens, cut.tp))[2:4]
         return Pass(linear=sum(matmul(device, m, n, k) for m, n, k in up))

@@ -93,11 +93,22 @@ def layer_activations(shape: Shape, cut: Cut, software: Software, *, moe: bool, 
     stream = tokens * shape.width / (cut.tp if software.sequence_parallel else 1)
     if software.recompute == "full":
         return 2.0 * stream
+    if software.recompute == "alternate":
+        return _alternate(shape, cut, software, tokens, stream, moe)
     width = 1.0 if fp8 else 2.0
     attention = _attention(shape, cut, software, tokens, width)
     # Inputs of both norms, and of the products behind them.
     kept = 4.0 * stream + (0.0 if software.recompute == "elementwise" else 2 * width * stream)
     return kept + attention + _feed_forward(shape, cut, software, tokens, width, moe)
+
+
+def _alternate(shape: Shape, cut: Cut, software: Software, tokens: float, stream: float, moe: bool) -> float:
+    """Input and output of attention, and of seven products the first, third, fifth and seventh (torchtitan's choice)."""
+    saved = 2.0 * tokens * (2 * shape.heads * shape.head + shape.kv_heads * shape.value) / cut.tp
+    hidden = 2.0 * tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
+    if moe:
+        hidden += 2.0 * tokens * shape.top_k / cut.tp * (shape.expert_width + 2 * shape.width) * software.imbalance
+    return saved + hidden + 4.0 * stream
 
 
 def _attention(shape: Shape, cut: Cut, software: Software, tokens: float, width: float) -> float:
@@ -152,9 +163,9 @@ def in_flight(rank: int, pp: int, stages_per_rank: int, microbatches: int, sched
 
 
 def logit_bytes(shape: Shape, cut: Cut, software: Software) -> float:
-    """Bytes of the logits of one microbatch at the loss: half precision and fp32 with their gradients, or fused."""
+    """Bytes of the logits of one microbatch at the loss."""
     tokens = cut.sequences * cut.length / cut.cp
-    return tokens * shape.vocabulary / cut.tp * (6.0 if software.fused_loss else 10.0)
+    return tokens * shape.vocabulary / cut.tp * software.logit_bytes
 
 
 def gathered_bytes(

@@ -11,9 +11,9 @@ Split = Literal["none", "group", "all"]
 Attention = Literal["flash", "native", "fused"]
 """Kernels of attention: flash attention that runs on any chip; libraries written for this generation of the chip, for
 products too (cuDNN and Transformer Engine on Hopper and later); or, before flash attention, scores in memory."""
-Recompute = Literal["none", "selective", "elementwise", "latent", "full"]
-"""Computed again in the backward pass: nothing; the core of attention; all but matrix products and attention; the
-up-projections of latent attention; everything."""
+Recompute = Literal["none", "selective", "elementwise", "alternate", "latent", "full"]
+"""Computed again in the backward pass: nothing; the core of attention; all but matrix products and attention; all but
+every second product and attention; the up-projections of latent attention; everything."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Software:
     """Send and receive between stages one after the other, as DeepSpeed's pipeline does, not both at once."""
     embedding_slots: bool = False
     """Count the embedding and the head as a layer each when stages are cut."""
-    fused_loss: bool = False
-    """Never hold the logits in fp32."""
+    logit_bytes: float = 14.0
+    """Bytes held a logit at the loss: half precision, fp32, its log-softmax and their gradient; less where fused."""
     extra_groups: int = 0
     """Groups of ranks with channels open beside one an axis and one of all."""
     bucket_bytes: float = 0.0

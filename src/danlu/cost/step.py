@@ -98,7 +98,7 @@ class Predictor:
         if found is None:
             software, fp8 = self.software, self.device.fp8
             again = 0.0
-            if software.recompute in ("full", "elementwise", "latent"):
+            if software.recompute in ("full", "elementwise", "alternate", "latent"):
                 plain = replace(software, recompute="none")
                 again = layer_activations(self.shape, cut, plain, moe=moe, fp8=fp8)
             found = self._kept[cut, moe] = layer_activations(self.shape, cut, software, moe=moe, fp8=fp8), again
