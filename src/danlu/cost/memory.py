@@ -103,7 +103,7 @@ def layer_activations(shape: Shape, cut: Cut, software: Software, *, moe: bool, 
 
 
 def _alternate(shape: Shape, cut: Cut, software: Software, tokens: float, stream: float, moe: bool) -> float:
-    """Input and output of attention, and of seven products the first, third, fifth and seventh, as torchtitan has it."""
+    """Input and output of attention, and the first, third, fifth and seventh of seven products (torchtitan)."""
     saved = 2.0 * tokens * (2 * shape.heads * shape.head + shape.kv_heads * shape.value) / cut.tp
     hidden = 2.0 * tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
     if moe:
