@@ -30,7 +30,7 @@ CEILINGS = {
     "vtrain-one-node": 8.0,
 }
 """Mean absolute error of step times in per cent, a little above today's: a change that loses accuracy is seen."""
-REACHED = {"dense, held out", "vtrain", "bloom", "other chips", "said not to fit, did"}
+REACHED = {"dense, held out", "vtrain", "bloom", "other chips", "memory, held out", "said not to fit, did"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_every_run_can_be_predicted(found: Validation) -> None:
 def test_a_layout_takes_all_chips_and_the_whole_batch() -> None:
     for run in runs():
         layout = run.layout
-        assert layout.world == run.cluster.chips or run.cluster.chips > layout.world == layout.world, run.id
+        assert layout.world <= run.cluster.chips, run.id
         assert run.batch.sequences % (layout.data * layout.microbatches) == 0, run.id
 
 
@@ -73,7 +73,7 @@ def test_picks_and_memory_stay_as_good(found: Validation) -> None:
     bars = {bar.name: bar.value for bar in found.bars}
     assert bars["rank correlation, lowest"] > 0.55
     assert bars["regret, largest"] < 5.0
-    assert bars["memory, held out"] < 7.0
+    assert bars["memory, held out"] < 5.0
     assert bars["said to fit, did not"] <= 2
 
 

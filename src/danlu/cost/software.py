@@ -95,6 +95,12 @@ class Software:
     """Bytes of buffers that gradients and parameters are sent in."""
     synchronises_every_microbatch: bool = True
     """With split gradients or parameters, reduce after every microbatch, as FSDP does; Megatron reduces once a step."""
+    keeps_gathered: bool = False
+    """Keep what tensor parallelism gathered for a product, not gather it again in the backward pass."""
+    defers_in_pipeline: bool = True
+    """In a pipeline keep gradients whole and reduce them after the last microbatch, as torch's pipelining does."""
+    eager: bool = False
+    """Keep what each operator needs by itself, as PyTorch does without a compiler."""
     blocking_launches: bool = False
     """Wait for every kernel before the next is launched, as a remedy for hangs."""
     latent: Latent | None = None
@@ -104,5 +110,5 @@ class Software:
     """Share of layers with a sliding window."""
 
 
-OURS = Software(keeps_half=False)
-"""The program of this repository."""
+OURS = Software(keeps_half=False, keeps_gathered=True, eager=True, logit_bytes=10.0)
+"""The program of this repository, not compiled; what it keeps is as its dry run has it."""
