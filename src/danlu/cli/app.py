@@ -18,6 +18,7 @@ from danlu.cli.schema import schema
 from danlu.cli.show import show
 from danlu.cli.slurm_task import slurm_failed, slurm_ranks, slurm_task
 from danlu.cli.train import train
+from danlu.cli.validate import validate
 from danlu.cli.worker import worker
 from danlu.spec import SpecError
 
@@ -53,6 +54,7 @@ app.command()(show)
 app.command()(check)
 app.command()(dryrun)
 app.command()(probe)
+app.command()(validate)
 app.add_typer(data.app, name="data")
 app.add_typer(import_hf.app, name="import")
 app.add_typer(export_hf.app, name="export")

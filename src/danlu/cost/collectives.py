@@ -1,0 +1,125 @@
+"""Time of a collective over a network of levels.
+
+Bytes that a rank sends into level l, for a group with r_l members there and R inside: gathers, scatters and reductions
+V / R · (1 − 1/r_l), since what is inside is gathered or reduced first; all-to-all V · (n − R) / n, which no hierarchy
+reduces (Ma et al., "BaGuaLu", PPoPP 2022; Hwang et al., "Tutel", 2023). A level's bandwidth is divided by its
+oversubscription. Large transfers keep all levels busy at once, as rings do, so the slowest level sets the time; latency
+adds up: r − 1 rounds a level for rings (Thakur et al., 2005), their logarithm for trees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from danlu.spec.cluster import Cluster
+
+Span = tuple[int, ...]
+"""How many members of a group lie inside each level beyond the one below: (8, 4) is 4 nodes of 8."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network as one chip gets it."""
+
+    capacity: int
+    """Chips inside this level and all below."""
+    bandwidth: float
+    """Bytes a second of one chip into the level that a large collective gets."""
+    latency: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """The levels from the innermost outwards, and what a collective costs at least."""
+
+    links: tuple[Link, ...]
+    start: float
+
+    def span(self, ranks: int, stride: int) -> Span:
+        """Where the members of a group lie whose neighbours are `stride` ranks apart, with ranks placed in order."""
+        inside, found = 1, []
+        for index, link in enumerate(self.links):
+            last = index == len(self.links) - 1
+            within = ranks if last else min(ranks, max(1, link.capacity // stride))
+            found.append(max(1, ceil(within / inside)))
+            inside = max(inside, within)
+        return tuple(found)
+
+
+def network_of(cluster: Cluster, inner: float, outer: float, start: float) -> Network:
+    """The network of a cluster at the given efficiencies of its innermost level and of the others."""
+    links, capacity = [], 1
+    for index, level in enumerate(cluster.levels):
+        capacity *= level.fanout
+        share = inner if index == 0 else outer
+        links.append(Link(capacity, level.bandwidth * share / level.oversubscription, level.latency))
+    return Network(tuple(links), start)
+
+
+def all_gather(network: Network, span: Span, gathered: float) -> float:
+    """Seconds until every member has all `gathered` bytes; a reduce-scatter of as many takes the same."""
+    slowest, latency, inside = 0.0, 0.0, 1
+    for ranks, link in zip(span, network.links, strict=True):
+        if ranks > 1:
+            slowest = max(slowest, gathered / inside * (1 - 1 / ranks) / link.bandwidth)
+            latency += (ranks - 1) * link.latency
+            inside *= ranks
+    return network.start + latency + slowest if inside > 1 else 0.0
+
+
+reduce_scatter = all_gather
+
+
+def all_reduce(network: Network, span: Span, reduced: float) -> float:
+    """Seconds until every member has the sum of `reduced` bytes: a scatter and a gather, by rings or trees."""
+    slowest, ring, tree, inside = 0.0, 0.0, 0.0, 1
+    for ranks, link in zip(span, network.links, strict=True):
+        if ranks > 1:
+            slowest = max(slowest, 2 * reduced / inside * (1 - 1 / ranks) / link.bandwidth)
+            ring += 2 * (ranks - 1) * link.latency
+            tree += 2 * log2(ranks) * link.latency
+            inside *= ranks
+    return network.start + min(ring, tree) + slowest if inside > 1 else 0.0
+
+
+def all_to_all(network: Network, span: Span, held: float) -> float:
+    """Seconds until every member has sent `held` bytes in equal parts to all members, itself included."""
+    total = members(span)
+    slowest, latency, inside = 0.0, 0.0, 1
+    for index, (ranks, link) in enumerate(zip(span, network.links, strict=True)):
+        if ranks > 1:
+            # The innermost level has wires of its own; what leaves a node passes every level on its way.
+            reached = inside * ranks if index == 0 else total
+            slowest = max(slowest, held * (reached - inside) / total / link.bandwidth)
+            latency += link.latency * (ranks - 1)
+            inside *= ranks
+    return network.start + latency + slowest if inside > 1 else 0.0
+
+
+def dispatch_once(network: Network, span: Span, token: float, tokens: float, top_k: int) -> float:
+    """Seconds to send every token once to each node that one of its `top_k` experts lies on, and spread it there.
+
+    Of N nodes (1 − (1 − 1/N)^k) · (N − 1) others are reached by k experts drawn at random.
+    """
+    inner, nodes = span[0], members(span[1:])
+    if nodes == 1:
+        return all_to_all(network, span, token * tokens * top_k)
+    reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** top_k)
+    outside = tokens * token * reached / min(link.bandwidth for link in network.links[1:])
+    inside = tokens * token * top_k * (1 - 1 / inner) / network.links[0].bandwidth
+    latency = sum((ranks - 1) * link.latency for ranks, link in zip(span, network.links, strict=True))
+    return network.start + latency + max(outside, inside)
+
+
+def transfer(network: Network, stride: int, sent: float) -> float:
+    """Seconds to send bytes to the rank that lies `stride` ranks further."""
+    link = next((link for link in network.links if link.capacity > stride), network.links[-1])
+    return link.latency + sent / link.bandwidth
+
+
+def members(span: Sequence[int]) -> int:
+    """Ranks of a group."""
+    count = 1
+    for ranks in span:
+        count *= ranks
+    return count

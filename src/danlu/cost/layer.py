@@ -1,0 +1,259 @@
+"""Time of one layer for one microbatch on one rank: compute by part, and the traffic of the axes that cut a layer.
+
+Traffic of tensor parallelism: with sequence parallelism two gathers and two scatters a pass, without it two reductions
+(Korthikanti et al., 2022). Of experts: tokens to their experts and back, twice a pass with tensor parallelism inside
+experts (Liu et al., "MoE Parallel Folding", 2025). Of context parallelism: keys and values round the ring, hidden by
+attention as far as it lasts (Liu et al., "Ring attention", 2023).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from danlu.cost.calibration import Habits
+from danlu.cost.collectives import (
+    Network,
+    Span,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    dispatch_once,
+    reduce_scatter,
+    transfer,
+)
+from danlu.cost.operators import Device, elementwise, flash_attention, fused_attention, matmul
+from danlu.cost.shape import Shape
+from danlu.cost.software import Software
+
+
+class Cut(NamedTuple):
+    """How one layer and one microbatch are cut: what a rank computes with."""
+
+    sequences: int
+    """Of a microbatch."""
+    length: int
+    tp: int
+    cp: int
+    ep: int
+    tp_span: Span
+    ep_span: Span
+    etp_span: Span
+    cp_stride: int
+
+
+class Pass(NamedTuple):
+    """Seconds of one pass through one layer, by part."""
+
+    attention: float = 0.0
+    linear: float = 0.0
+    elementwise: float = 0.0
+    tensor: float = 0.0
+    """Exposed traffic of tensor parallelism."""
+    expert: float = 0.0
+    context: float = 0.0
+    waiting: float = 0.0
+    """For the host, which cannot launch kernels as fast as the chip runs them."""
+
+    @property
+    def compute(self) -> float:
+        """Without traffic."""
+        return self.attention + self.linear + self.elementwise
+
+    @property
+    def total(self) -> float:
+        """With exposed traffic, and at least as long as the host takes."""
+        return self.compute + self.tensor + self.expert + self.context + self.waiting
+
+    def launched(self, host: float, blocking: bool) -> "Pass":
+        """The same pass when its kernels take the host so long to launch, ahead of the chip or after each kernel."""
+        return self._replace(waiting=host if blocking else max(0.0, host - self.total))
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one layer for one microbatch."""
+
+    forward: Pass
+    backward: Pass
+    weights: float
+    """Of the backward pass, for gradients of weights."""
+    again: Pass
+    """Computed again in the backward pass, beside `backward`."""
+
+
+def layer_time(
+    shape: Shape, cut: Cut, device: Device, network: Network, software: Software, habits: Habits, *, moe: bool
+) -> LayerTime:
+    """Time one layer, with experts or without."""
+    tokens = cut.sequences * cut.length // cut.cp
+    products = [*_attention_products(shape, tokens, cut.tp), *_network_products(shape, tokens, cut.tp, moe)]
+    linear = sum(matmul(device, m, n, k) for m, n, k in products)
+    inputs = sum(matmul(device, m, k, n) for m, n, k in products)
+    weights = sum(matmul(device, k, n, m, weight_gradient=True) for m, n, k in products)
+    if moe:
+        routed = _expert_products(shape, tokens, cut, software)
+        linear += sum(matmul(device, m, n, k, groups=groups) for groups, m, n, k in routed)
+        inputs += sum(matmul(device, m, k, n, groups=groups) for groups, m, n, k in routed)
+        weights += sum(matmul(device, k, n, m, groups=groups, weight_gradient=True) for groups, m, n, k in routed)
+    core, core_backward = _core_attention(shape, cut, device, software, habits)
+    moved, moved_backward, kernels = _moved(shape, tokens, cut, software, habits, moe)
+    if device.fp8:
+        # Every input of a linear layer is scaled and cast on its way: read in half, written in fp8, both passes twice.
+        casts = 3.0 * tokens * (shape.width * 2 + (shape.mlp + shape.heads * shape.head) / cut.tp)
+        moved, moved_backward = moved + casts, moved_backward + 2 * casts
+    forward = Pass(
+        attention=core,
+        linear=linear,
+        elementwise=elementwise(device, moved, kernels),
+        tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=False),
+        expert=_expert(shape, tokens, cut, network, software, habits) if moe else 0.0,
+        context=_context(shape, tokens, cut, network, core, 1),
+    )
+    backward = Pass(
+        attention=core_backward,
+        linear=inputs + weights,
+        elementwise=elementwise(device, moved_backward, kernels * 3 // 2),
+        tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=True),
+        expert=forward.expert,
+        context=_context(shape, tokens, cut, network, core_backward, 2),
+    )
+    host = habits.host * (kernels + (4 if cut.tp > 1 else 0))
+    blocking = software.blocking_launches
+    forward, backward = forward.launched(host, blocking), backward.launched(1.3 * host, blocking)
+    return LayerTime(forward, backward, weights, _again(forward, shape, tokens, cut, device, software))
+
+
+def _attention_products(shape: Shape, tokens: int, tp: int) -> Iterable[tuple[int, int, int]]:
+    """Rows, columns and inner length of the projections of attention."""
+    low = shape.latent
+    if low is None:
+        columns = (shape.heads + 2 * max(shape.kv_heads, tp)) * shape.head // tp
+        return (tokens, columns, shape.width), (tokens, shape.width, shape.heads * shape.head // tp)
+    return (
+        (tokens, low.query_rank, shape.width),
+        (tokens, low.key_value_rank + low.rotary, shape.width),
+        (tokens, shape.heads * shape.head // tp, low.query_rank),
+        (tokens, shape.heads * (low.key + low.value) // tp, low.key_value_rank),
+        (tokens, shape.width, shape.heads * low.value // tp),
+    )
+
+
+def _network_products(shape: Shape, tokens: int, tp: int, moe: bool) -> Iterable[tuple[int, int, int]]:
+    """Of the dense feed-forward network, or of router and shared experts."""
+    hidden = shape.shared_width if moe else shape.mlp
+    router = ((tokens // tp or 1, shape.experts, shape.width),) if moe else ()
+    if not hidden:
+        return router
+    return *router, (tokens, shape.into * hidden // tp, shape.width), (tokens, shape.width, hidden // tp)
+
+
+def _expert_products(shape: Shape, tokens: int, cut: Cut, software: Software) -> Iterable[tuple[int, int, int, int]]:
+    """Groups, rows, columns and inner length of the routed experts of a rank, at the fullest rank's load."""
+    local = max(1, shape.experts // cut.ep)
+    rows = shape.top_k * tokens * software.expert_tp / cut.tp * software.imbalance
+    each, hidden = max(1, round(rows / local)), shape.expert_width // software.expert_tp
+    return (local, each, shape.into * hidden, shape.width), (local, each, shape.width, hidden)
+
+
+def _core_attention(shape: Shape, cut: Cut, device: Device, software: Software, habits: Habits) -> tuple[float, float]:
+    """Forward and backward of scores, softmax and weighted sum."""
+    heads = max(1, shape.heads // cut.tp)
+    if software.attention == "fused":
+        return (
+            fused_attention(device, cut.sequences, heads, cut.length, shape.head, habits.scores),
+            fused_attention(
+                device, cut.sequences, heads, cut.length, shape.head, habits.scores_backward, backward=True
+            ),
+        )
+    queries, head = cut.length // cut.cp, (shape.head + shape.value) / 2
+
+    def over(keys: float, backward: bool) -> float:
+        return flash_attention(device, cut.sequences, heads, queries, keys, head, backward=backward)
+
+    forward, backward = over(cut.length, False), over(cut.length, True)
+    if 0 < software.window < cut.length:
+        # Twice the mean number of tokens attended to, as `flash_attention` counts the causal half of what it is given.
+        keys = 2.0 * software.window - software.window**2 / cut.length
+        share = software.windowed
+        forward = (1 - share) * forward + share * over(keys, False)
+        backward = (1 - share) * backward + share * over(keys, True)
+    return forward, backward
+
+
+def _moved(
+    shape: Shape, tokens: int, cut: Cut, software: Software, habits: Habits, moe: bool
+) -> tuple[float, float, int]:
+    """Bytes through memory forward and backward outside products and attention, and kernels forward.
+
+    Two norms (a read and a write each) and two residual additions (two reads, a write) over the stream; rotation or
+    bias over queries, keys and values; the activation. Backward about one and a half times as many.
+    """
+    stream = 2.0 * tokens * shape.width / (cut.tp if software.sequence_parallel else 1)
+    projected = 2.0 * tokens * (shape.heads * shape.head + 2 * shape.kv_heads * shape.head) / cut.tp
+    hidden = 2.0 * tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
+    routed = 0.0
+    if moe:
+        rows = tokens * shape.top_k / cut.tp * software.imbalance
+        hidden += 2.0 * rows * shape.expert_width
+        routed = habits.dispatch * rows * shape.width
+    activation = 3.0 if shape.gated else 2.0
+    forward = habits.elementwise * (10.0 * stream + 2.0 * projected + activation * hidden) + routed
+    backward = habits.elementwise * (14.0 * stream + 3.0 * projected + (activation + 2.0) * hidden) + 1.5 * routed
+    return forward, backward, 60 if moe else 25
+
+
+def _tensor(
+    shape: Shape,
+    tokens: int,
+    cut: Cut,
+    network: Network,
+    software: Software,
+    habits: Habits,
+    moe: bool,
+    backward: bool,
+) -> float:
+    """Exposed traffic of tensor parallelism in one pass."""
+    if cut.tp == 1:
+        return 0.0
+    stream = 2.0 * tokens * shape.width
+    blocks = 1 + (not moe or shape.shared_width > 0)
+    if software.sequence_parallel:
+        once = all_gather(network, cut.tp_span, stream) + reduce_scatter(network, cut.tp_span, stream)
+    else:
+        once = all_reduce(network, cut.tp_span, stream)
+    return blocks * once * ((1 - habits.tensor_hidden) if software.hides_tensor else 1.0)
+
+
+def _expert(shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, habits: Habits) -> float:
+    """Exposed traffic of experts in one pass: to the experts and back."""
+    held = 2.0 * shape.top_k * tokens / cut.tp * shape.width * software.imbalance
+    if software.sends_once:
+        routed = tokens / cut.tp * software.imbalance
+        once = dispatch_once(network, cut.ep_span, 2.0 * shape.width, routed, shape.top_k)
+    else:
+        once = all_to_all(network, cut.ep_span, held)
+    if software.expert_tp > 1:
+        once += all_gather(network, cut.etp_span, held * software.expert_tp)
+    return 2 * once * ((1 - habits.expert_hidden) if software.hides_experts else 1.0)
+
+
+def _context(shape: Shape, tokens: int, cut: Cut, network: Network, core: float, times: int) -> float:
+    """What attention does not hide of keys and values going round."""
+    if cut.cp == 1:
+        return 0.0
+    block = 2.0 * 2.0 * tokens * max(1, shape.kv_heads // cut.tp) * shape.head
+    return max(0.0, times * (cut.cp - 1) * transfer(network, cut.cp_stride * (cut.cp - 1), block) - core)
+
+
+def _again(forward: Pass, shape: Shape, tokens: int, cut: Cut, device: Device, software: Software) -> Pass:
+    """What the backward pass computes again."""
+    if software.recompute == "full":
+        return forward
+    if software.recompute == "selective":
+        return Pass(attention=forward.attention)
+    if software.recompute == "elementwise":
+        return Pass(elementwise=forward.elementwise)
+    if software.recompute == "alternate":
+        return Pass(elementwise=forward.elementwise, linear=forward.linear / 2)
+    if software.recompute == "latent" and shape.latent:
+        up = list(_attention_products(shape, tokens, cut.tp))[2:4]
+        return Pass(linear=sum(matmul(device, m, n, k) for m, n, k in up))
+    return Pass()

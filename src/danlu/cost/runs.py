@@ -1,0 +1,199 @@
+"""The published runs as descriptions: what `danlu validate` predicts, and what was measured."""
+
+import csv
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from danlu.cost.calibration import Calibration
+from danlu.cost.layout import Layout
+from danlu.cost.software import HYBRID, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Latent, Sharding, Software
+from danlu.cost.step import Prediction, Predictor
+from danlu.spec.cluster import Chip, Cluster, Level
+from danlu.spec.model import Model, Moe
+from danlu.spec.recipe import Batch
+
+FOLDER = Path(__file__).parent / "published"
+_SHARDING: dict[str, Sharding] = {"none": REPLICATED, "optimizer": ZERO_1, "gradients": ZERO_2, "parameters": ZERO_3}
+_BUCKET = 5e8
+"""Elements that DeepSpeed reduces or gathers at once by default: gradients as they are kept, parameters in half."""
+_LOGIT_BYTES = {"fused": 6.0, "fsdp": 14.0}
+"""Held at the loss: a fused kernel, PyTorch's own; Megatron's and the others' reuse their fp32 copy in place."""
+_INNER_LATENCY = 2e-6
+"""Seconds of one round inside a node; of the order that NVLink's makers and users report."""
+_OUTER_LATENCY = 6e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One published run."""
+
+    id: str
+    set: str
+    source: str
+    group: str
+    """Runs of one group differ only in their layout: the same model, chips and batch."""
+    model: Model
+    layout: Layout
+    batch: Batch
+    cluster: Cluster
+    software: Software
+    dtype: str
+    seconds: float | None
+    """Measured; none where memory ran out."""
+    memory: float | None
+    """Bytes measured at the peak."""
+    memory_kind: str
+    """What was measured: what tensors took (allocated), the allocator (reserved), or all on the device (device)."""
+    assumed: str
+    variant: str
+    """Release of the program, or state of the machine, where the source tells several apart."""
+
+    @property
+    def fit(self) -> bool:
+        """Whether constants may be fitted on it."""
+        return self.set.startswith("fit-")
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the run did not fit."""
+        return self.seconds is None
+
+    def predict(self, constants: Calibration | None = None) -> Prediction:
+        """What this room says of the run."""
+        predictor = Predictor(self.model, self.batch, self.cluster, self.software, self.dtype, constants)
+        return predictor.step(self.layout)
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    """Every published run, in the order of the table."""
+    with (FOLDER / "chips.toml").open("rb") as file:
+        chips = tomllib.load(file)
+    with (FOLDER / "runs.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(_run(row, chips) for row in csv.DictReader(file))
+
+
+def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
+    number = {key: int(row[key]) for key in ("tp", "pp", "vpp", "dp", "ep", "etp", "cp", "microbatch", "sequences")}
+    model, cluster = _model(row), _cluster(row, chips[row["chip"]])
+    slices = 1
+    sharding = _SHARDING[row["sharding"]]
+    node = int(row["node"])
+    if sharding is ZERO_3 and node > 8 and int(row["chips"]) > node:
+        slices, sharding = int(row["chips"]) // node, HYBRID  # sharded inside a slice, replicated across
+    layout = Layout(
+        pp=number["pp"],
+        replicate=slices,
+        shard=number["dp"] // slices,
+        cp=number["cp"],
+        tp=number["tp"],
+        ep=number["ep"],
+        microbatches=number["sequences"] // (number["dp"] * number["microbatch"]),
+        schedule="interleaved" if number["vpp"] > 1 else "1f1b",
+        stages_per_rank=number["vpp"],
+        reshards=sharding is ZERO_3 or sharding is HYBRID,
+    )
+    hidden = row["overlap"].split()
+    latent = Latent(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
+    gradient = 2 if row["dtype"] == "fp16" else 4
+    window, _, share = row["window"].partition("/")
+    software = Software(
+        sharding=sharding,
+        attention=row["attention"],  # type: ignore[arg-type]
+        sequence_parallel=row["sp"] == "1",
+        recompute=row["recompute"],  # type: ignore[arg-type]
+        recomputed_layers=int(row["recomputed_layers"]) if row["recomputed_layers"] else None,
+        expert_tp=number["etp"] if row["experts"] else 1,
+        hides_gradients="dp" in hidden,
+        hides_tensor="tp" in hidden,
+        hides_experts="ep" in hidden,
+        sends_once=row["dispatch"] == "once",
+        gradient_bytes=gradient,
+        embedding_slots=row["embedding_slots"] == "1",
+        synchronises_every_microbatch=row["engine"] in ("fsdp", "xla"),
+        accumulates_apart=row["engine"] == "deepspeed",
+        serial_transfers=row["engine"] == "deepspeed",
+        reduces_whole=row["engine"] == "deepspeed" and row["dtype"] == "bf16",  # as its optimiser for bf16 does
+        extra_groups=4 if row["engine"] == "deepspeed" else 0,  # its pipeline makes its own beside Megatron's
+        keeps_half=row["engine"] not in ("fsdp", "xla"),
+        bucket_bytes=_BUCKET * (gradient + 2) if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
+        logit_bytes=_LOGIT_BYTES.get(row["loss"] or row["engine"], 10.0),
+        blocking_launches=row["launches"] == "blocking",
+        latent=latent,
+        window=int(window) if window else 0,
+        windowed=float(share) if share else 0.0,
+    )
+    return Run(
+        id=row["id"],
+        set=row["set"],
+        source=row["source"],
+        group=_group(row),
+        model=model,
+        layout=layout,
+        batch=Batch(sequences=number["sequences"], length=int(row["length"])),
+        cluster=cluster,
+        software=software,
+        dtype=row["dtype"],
+        seconds=float(row["step_s"]) if row["status"] == "ok" else None,
+        memory=float(row["memory_GB"]) * 1e9 if row["memory_GB"] else None,
+        memory_kind=row["memory_kind"],
+        assumed=row["assumed"],
+        variant=row["variant"],
+    )
+
+
+def _group(row: dict[str, str]) -> str:
+    """What must be the same for two runs to differ only in their layout."""
+    model = f"{row['model']} ({row['layers']} × {row['width']}, {row['heads']} heads)"
+    kind = ", ".join(part for part in (row["dtype"], row["variant"]) if part)
+    return f"{row['set']}: {model}, {row['chips']} × {row['chip']}, {row['sequences']} × {row['length']}, {kind}"
+
+
+def _model(row: dict[str, str]) -> Model:
+    moe = None
+    if row["experts"]:
+        width = int(row["moe_width"])
+        moe = Moe(
+            experts=int(row["experts"]),
+            top_k=int(row["top_k"]),
+            width=width,
+            shared=int(row["shared_width"] or 0) // width,
+            dense_layers=int(row["dense_layers"] or 0),
+        )
+    return Model(
+        name=row["model"],
+        vocabulary=int(row["vocabulary"]),
+        layers=int(row["layers"]),
+        width=int(row["width"]),
+        heads=int(row["heads"]),
+        kv_heads=int(row["kv_heads"]),
+        head_width=int(row["head_width"]) if row["head_width"] else int(row["width"]) // int(row["heads"]),
+        mlp_width=int(row["mlp"]) if row["mlp"] else None,
+        sequence=int(row["length"]),
+        activation=row["activation"],  # type: ignore[arg-type]
+        position="learned" if row["activation"] == "gelu" else "rope",
+        tied=row["tied"] == "1",
+        moe=moe,
+    )
+
+
+def _cluster(row: dict[str, str], sheet: dict[str, Any]) -> Cluster:
+    chips, node = int(row["chips"]), int(row["node"])
+    chip = Chip(
+        name=row["chip"],
+        kind="cpu",
+        memory=int(sheet["memory"]),
+        memory_bandwidth=sheet["bandwidth"],
+        peak=sheet["peak"],
+    )
+    levels = [_level("node", node, float(row["inner_GBps"]), _INNER_LATENCY)]
+    levels.append(_level("fabric", max(1, ceil(chips / node)), float(row["outer_GBps"]), _OUTER_LATENCY))
+    return Cluster(name=f"{chips} × {row['chip']}", chip=chip, levels=tuple(levels))
+
+
+def _level(name: str, fanout: int, gigabytes: float, latency: float) -> Level:
+    return Level(name=name, fanout=fanout, bandwidth=gigabytes * 1e9, latency=latency)

@@ -1,0 +1,384 @@
+"""The prediction of one optimiser step: time by part and bytes by kind, for a model, a layout, a batch and a cluster.
+
+`Predictor` is made once and asked for many layouts (a planner asks for a hundred thousand); `predict` answers for one
+plan. Layer times are cached by what they depend on, so a layout costs some tens of microseconds.
+"""
+
+from dataclasses import dataclass, replace
+from math import log, prod, sqrt
+
+from danlu.cost.bubble import StageTime, pipeline_time
+from danlu.cost.calibration import Calibration, Efficiency, calibration
+from danlu.cost.collectives import all_gather, all_reduce, network_of, reduce_scatter, transfer
+from danlu.cost.layer import Cut, LayerTime, Pass, layer_time
+from danlu.cost.layout import Layout, Places, layout_of
+from danlu.cost.memory import (
+    Memory,
+    gathered,
+    in_flight,
+    layer_activations,
+    layer_gradients,
+    logit_bytes,
+    pipe_buffers,
+    state_bytes,
+)
+from danlu.cost.operators import Device, elementwise, matmul
+from danlu.cost.overlap import exposed
+from danlu.cost.shape import shape_of
+from danlu.cost.software import HYBRID, OURS, ZERO_3, Software
+from danlu.cost.stages import Held, Holding, held, holdings
+from danlu.spec.cluster import Chip, Cluster
+from danlu.spec.model import Model
+from danlu.spec.plan import Plan
+from danlu.spec.recipe import Batch
+
+_WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
+"""Bytes of an activation by precision of compute: below half precision, activations stay in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One optimiser step."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by part, on the critical rank; they add up to `seconds`."""
+    memory: Memory
+    notes: tuple[str, ...] = ()
+    """What the figures rest on that was assumed."""
+
+    def fits(self, memory: float) -> bool:
+        """Whether a chip of so many bytes holds it."""
+        return self.memory.device <= memory
+
+
+class Predictor:
+    """Predicts steps of one model and batch on one cluster under one program."""
+
+    def __init__(
+        self,
+        model: Model,
+        batch: Batch,
+        cluster: Cluster,
+        software: Software = OURS,
+        dtype: str = "bf16",
+        constants: Calibration | None = None,
+    ) -> None:
+        constants = constants or calibration()
+        self.shape = shape_of(model, software.latent)
+        self.batch, self.software, self.habits = batch, software, constants.habits
+        chip = cluster.chip
+        self.efficiency = constants.of(chip.name, software.attention == "native")
+        self.device = _device(chip, dtype, self.efficiency)
+        self.network = network_of(cluster, self.efficiency.inner, self.efficiency.outer, self.habits.collective)
+        known = constants.known(chip.name)
+        self.notes = () if known else (f"no calibration for {chip.name}: the default efficiencies are taken",)
+        self._places: dict[object, Places] = {}
+        self._layers: dict[tuple[Cut, bool], LayerTime] = {}
+        self._kept: dict[tuple[Cut, bool], tuple[float, float]] = {}
+
+    def places(self, layout: Layout) -> Places:
+        """Where the groups of a layout lie."""
+        key = (layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp, layout.ep, layout.spans)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Places(layout, self.network, self.software.expert_tp)
+        return found
+
+    def layer(self, cut: Cut, moe: bool) -> LayerTime:
+        """Time of one layer."""
+        found = self._layers.get((cut, moe))
+        if found is None:
+            found = layer_time(self.shape, cut, self.device, self.network, self.software, self.habits, moe=moe)
+            self._layers[cut, moe] = found
+        return found
+
+    def kept(self, cut: Cut, moe: bool) -> tuple[float, float]:
+        """Bytes that one layer keeps, and those that its backward pass needs besides: recomputed, and gradients."""
+        found = self._kept.get((cut, moe))
+        if found is None:
+            software, fp8 = self.software, self.device.fp8
+            again = 0.0
+            if software.recompute in ("full", "elementwise", "alternate", "latent"):
+                plain = replace(software, recompute="none")
+                again = layer_activations(self.shape, cut, plain, moe=moe, fp8=fp8)
+            again += layer_gradients(self.shape, cut, software, moe=moe)
+            found = self._kept[cut, moe] = layer_activations(self.shape, cut, software, moe=moe, fp8=fp8), again
+        return found
+
+    def step(self, layout: Layout) -> Prediction:
+        """Predict one step of a layout that divides the batch and the model."""
+        return _Step(self, layout).prediction()
+
+
+def predict(
+    model: Model,
+    plan: Plan,
+    batch: Batch,
+    cluster: Cluster,
+    software: Software = OURS,
+    dtype: str = "bf16",
+    constants: Calibration | None = None,
+) -> Prediction:
+    """Predict one step of a plan: seconds by part, bytes by kind."""
+    if software.recompute is None:
+        words = {"none": "none", "selective": "elementwise", "full": "full"}
+        software = replace(software, recompute=words[plan.recompute])  # type: ignore[arg-type]
+    if plan.compile:
+        software = replace(software, eager=False)
+    return Predictor(model, batch, cluster, software, dtype, constants).step(layout_of(plan, cluster))
+
+
+def _device(chip: Chip, dtype: str, efficiency: Efficiency) -> Device:
+    half = chip.peak.get("bf16") or chip.peak.get("fp16") or chip.peak.get("fp32") or max(chip.peak.values())
+    if dtype in ("fp32", "tf32", "fp64"):
+        half = chip.peak.get(dtype, half)  # type: ignore[call-overload]
+    peak = chip.peak.get("fp8", half) if dtype in ("fp8", "fp4") else half
+    return Device(peak, half, chip.memory_bandwidth, _WIDTH[dtype], efficiency)
+
+
+class _Step:
+    """The working of one prediction."""
+
+    def __init__(self, predictor: Predictor, layout: Layout) -> None:
+        self.of, self.layout = predictor, layout
+        self.shape, self.software = predictor.shape, predictor.software
+        self.habits, self.network, self.device = predictor.habits, predictor.network, predictor.device
+        self.sharding = self.software.sharding or (HYBRID if layout.replicate > 1 else ZERO_3)
+        self.places = predictor.places(layout)
+        splits = self.sharding.gradients != "none" and self.software.synchronises_every_microbatch
+        self.deferred = splits and self.software.defers_in_pipeline and layout.pp > 1
+        self.every = splits and not self.deferred
+        self.cut = Cut(
+            sequences=max(1, predictor.batch.sequences // (layout.data * layout.microbatches)),
+            length=predictor.batch.length,
+            tp=layout.tp,
+            cp=layout.cp,
+            ep=layout.ep,
+            tp_span=self.places.tp,
+            ep_span=self.places.ep,
+            etp_span=self.places.expert_tp,
+            cp_stride=layout.tp,
+        )
+        self.holdings = holdings(
+            self.shape,
+            layout.pp,
+            layout.stages_per_rank,
+            layout.stage_layers,
+            slots=self.software.embedding_slots,
+            zigzag=layout.schedule == "zbv",
+        )
+
+    def prediction(self) -> Prediction:
+        """Seconds and bytes."""
+        layout = self.layout
+        kinds = {holding: self._stage(holding) for holding in set(self.holdings)}
+        stages = [kinds[holding][0] for holding in self.holdings]
+        pipeline = pipeline_time(stages, layout.microbatches, layout.schedule, layout.stages_per_rank)
+        slowest = max(range(layout.pp), key=lambda rank: stages[rank].slot)
+        parts = dict(kinds[self.holdings[slowest]][1])
+        for name in parts:
+            parts[name] *= layout.microbatches
+        parts["bubble"] = pipeline - layout.microbatches * stages[slowest].slot
+        ends = [self._end(holding, kinds[holding][0]) for holding in set(self.holdings)]
+        worst = max(ends, key=lambda end: sum(end.values()))
+        parts.update(worst)
+        parts["stragglers"] = pipeline * _slowest(layout.world, self.habits.spread)
+        parts["other"] = self.habits.step
+        return Prediction(
+            seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
+            parts=parts,
+            memory=self._memory(),
+            notes=self.of.notes,
+        )
+
+    def _stage(self, holding: Holding) -> tuple[StageTime, dict[str, float]]:
+        """One rank's passes of one microbatch, and their parts."""
+        parts = dict.fromkeys(
+            ("linear", "attention", "elementwise", "recompute", "head", "tensor", "expert", "context", "waiting"), 0.0
+        )
+        forward = backward = weights = 0.0
+        ratio = 1.0
+        if self.software.recomputed_layers is not None:
+            ratio = min(1.0, self.software.recomputed_layers / self.shape.layers)
+        for count, moe in ((holding.dense, False), (holding.moe, True)):
+            if not count:
+                continue
+            time = self.of.layer(self.cut, moe)
+            for once in (time.forward, time.backward):
+                _add(parts, once, count)
+            parts["recompute"] += count * ratio * time.again.compute
+            _add(parts, time.again._replace(attention=0.0, linear=0.0, elementwise=0.0), count * ratio)
+            forward += count * time.forward.total
+            backward += count * (time.backward.total + ratio * time.again.total)
+            weights += count * time.weights
+        ends_forward, ends_backward = self._ends(holding)
+        parts["head"] += ends_forward + ends_backward
+        forward, backward = forward + ends_forward, backward + ends_backward
+        if self.software.accumulates_apart and self.layout.microbatches > 1:
+            # A new gradient in half precision is written and read, the sum read and written.
+            mine = self._held(holding)
+            moved = (mine.dense + mine.experts) * (4.0 + 2.0 * self.software.gradient_bytes)
+            parts["accumulate"] = elementwise(self.device, moved, 1)
+            backward += parts["accumulate"]
+        gathers = self._gathers(holding)
+        if gathers:
+            first, second = gathers
+            if self.software.hides_gradients:
+                first = exposed(first, forward, self.habits.contention)
+                second = exposed(second, backward, self.habits.contention)
+            parts["gather"] = first + second
+            forward, backward = forward + first, backward + second
+        sending = self._sending()
+        parts["transfer"] = sending
+        return StageTime(forward, backward, weights, sending), parts
+
+    def _ends(self, holding: Holding) -> tuple[float, float]:
+        """Embedding, head and loss of one microbatch, forward and backward."""
+        tokens = self.cut.sequences * self.cut.length // self.cut.cp
+        columns = -(-self.shape.vocabulary // self.cut.tp)
+        columns += -columns % 128  # tables are padded, as every program does
+        stream = 2.0 * tokens * self.shape.width
+        forward = backward = 0.0
+        if holding.embedding:
+            forward += elementwise(self.device, 2 * stream, 2) + all_reduce(self.network, self.places.tp, stream)
+            backward += elementwise(self.device, 3 * stream, 2)
+        if holding.head:
+            half = replace(self.device, peak=self.device.half_peak) if self.device.fp8 else self.device
+            logits = self.habits.logits * tokens * columns
+            forward += matmul(half, tokens, columns, self.shape.width) + elementwise(self.device, logits / 2, 8)
+            backward += matmul(half, tokens, self.shape.width, columns) + elementwise(self.device, logits / 2, 4)
+            backward += matmul(half, self.shape.width, columns, tokens, weight_gradient=True)
+            backward += all_reduce(self.network, self.places.tp, stream)
+        return forward, backward
+
+    def _held(self, holding: Holding) -> Held:
+        return held(self.shape, holding, self.layout.tp, self.layout.ep, self.software.expert_tp)
+
+    def _gathers(self, holding: Holding) -> tuple[float, float] | None:
+        """Traffic of split parameters and gradients in the passes of one microbatch, before any is hidden."""
+        over = self.sharding.parameters
+        every = self.every
+        if over == "none" and not every:
+            return None
+        mine = self._held(holding)
+        pieces = max(1, holding.layers)
+        gather = scatter = 0.0
+        for count, dense in ((mine.dense, True), (mine.experts, False)):
+            span = self.places.over(dense, over if over != "none" else self.sharding.gradients)
+            if not count or prod(span) == 1:
+                continue
+            if over != "none":
+                gather += pieces * all_gather(self.network, span, count * self.software.parameter_bytes / pieces)
+            if every:
+                gradients = count * self.software.gradient_bytes / pieces
+                scatter += pieces * reduce_scatter(self.network, span, gradients)
+                if self.sharding.gradients == "group":
+                    part = gradients / prod(span)
+                    scatter += pieces * all_reduce(self.network, self.places.replicate, part)
+        twice = 2 if self.layout.reshards else 1
+        if not self.layout.reshards and self.layout.microbatches > 1 and self.layout.pp > 1:
+            gather /= self.layout.microbatches
+        return gather, (twice - 1) * gather + scatter
+
+    def _sending(self) -> float:
+        """Exposed transfers between stages of one microbatch and both passes, on one rank."""
+        layout = self.layout
+        if layout.pp == 1:
+            return 0.0
+        stream = 2.0 * self.cut.sequences * self.cut.length / self.cut.cp * self.shape.width
+        once = transfer(self.network, self.places.stride["pp"], stream / layout.tp)
+        if not self.software.sequence_parallel:
+            # Every tensor-parallel rank sends its part, and they gather it again (SC 2021, section 4.1).
+            once += all_gather(self.network, self.places.tp, stream)
+        hidden = self.software.hides_transfers and layout.stages_per_rank > 1
+        times = (4 if self.software.serial_transfers else 2) * layout.stages_per_rank
+        return times * once * (self.habits.contention if hidden else 1.0)
+
+    def _end(self, holding: Holding, stage: StageTime) -> dict[str, float]:
+        """After the last microbatch: gradients between replicas, the optimiser, parameters back to replicas."""
+        mine, software = self._held(holding), self.software
+        reduce = gather = 0.0
+        updated = 0.0
+        for count, dense in ((mine.dense, True), (mine.experts, False)):
+            if not count:
+                continue
+            replicas = self.places.replicas(dense)
+            every = self.places.over(dense, "all")
+            gradients = count * software.gradient_bytes
+            parameters = count * software.parameter_bytes
+            over = self.sharding
+            if over.gradients == "group" and (not self.every or replicas.group == 1):
+                reduce += reduce_scatter(self.network, self.places.over(dense, "group"), gradients)
+                reduce += all_reduce(self.network, self.places.replicate, gradients / replicas.group)
+            elif not self.every:
+                if over.optimizer == "none" or software.reduces_whole:
+                    reduce += all_reduce(self.network, every, gradients)
+                else:
+                    reduce += reduce_scatter(self.network, every, gradients)
+            if over.parameters == "none" and over.optimizer != "none":
+                gather += all_gather(self.network, every, parameters)
+            updated += count / replicas.over(over.optimizer)
+        optimizer = updated * self.habits.optimizer / (self.device.bandwidth * self.of.efficiency.memory)
+        if software.hides_gradients:
+            reduce = exposed(reduce, stage.backward, self.habits.contention)
+            gather = exposed(gather, stage.forward, self.habits.contention)
+        tied = 0.0
+        if self.shape.tied and self.layout.pp > 1 and (holding.embedding or holding.head):
+            table = self.shape.vocabulary * self.shape.width / self.layout.tp * software.gradient_bytes
+            tied = transfer(self.network, self.places.stride["pp"] * (self.layout.pp - 1), table)
+        return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
+
+    def _memory(self) -> Memory:
+        """Of the fullest rank."""
+        return max((self._rank_memory(rank) for rank in self._fullest()), key=lambda memory: memory.allocated)
+
+    def _fullest(self) -> tuple[int, ...]:
+        """Ranks of the pipeline that can be the fullest: the first, the one behind it, the last."""
+        return tuple(sorted({0, min(1, self.layout.pp - 1), self.layout.pp - 1}))
+
+    def _rank_memory(self, rank: int) -> Memory:
+        layout, software, holding = self.layout, self.software, self.holdings[rank]
+        mine = self._held(holding)
+        parameters, gradients, optimizer = state_bytes(
+            mine, self.places.dense, self.places.experts, self.sharding, software, whole=self.deferred
+        )
+        flight = in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
+        kept = holding.dense * self.of.kept(self.cut, False)[0] if holding.dense else 0.0
+        kept += holding.moe * self.of.kept(self.cut, True)[0] if holding.moe else 0.0
+        again = self.of.kept(self.cut, holding.moe > 0)[1]
+        logits = logit_bytes(self.shape, self.cut, software) if holding.head else 0.0
+        pipe = pipe_buffers(holding, self.cut, self.shape, flight, software) if layout.pp > 1 else 0.0
+        whole = gathered(self.shape, mine, holding, layout.tp, self.sharding, software, layout.reshards)
+        # The loss is done before the first layer is gathered or computed again: never both.
+        at_loss = logits + whole.head >= again + whole.layers
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=kept * flight + pipe + (0.0 if at_loss else again),
+            logits=logits if at_loss else 0.0,
+            buffers=whole.always + (whole.head if at_loss else whole.layers) + software.bucket_bytes,
+            groups=1
+            + software.extra_groups
+            + sum(degree > 1 for degree in (layout.tp, layout.cp, layout.data, layout.pp, layout.ep)),
+        )
+
+
+def _slowest(ranks: int, spread: float) -> float:
+    """By how much the slowest of so many chips lies behind the mean: the expected maximum of as many normal variables.
+
+    Chips of one kind differ by 8 % from one end to the other, up to 22 % (Sinha et al., "Not all GPUs are created
+    equal", SC 2022), which is a standard deviation of some 2 %.
+    """
+    return spread * sqrt(2 * log(ranks)) if ranks > 1 else 0.0
+
+
+def _add(parts: dict[str, float], once: Pass, times: float) -> None:
+    parts["linear"] += times * once.linear
+    parts["attention"] += times * once.attention
+    parts["elementwise"] += times * once.elementwise
+    parts["tensor"] += times * once.tensor
+    parts["expert"] += times * once.expert
+    parts["context"] += times * once.context
+    parts["waiting"] += times * once.waiting

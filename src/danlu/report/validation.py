@@ -1,0 +1,243 @@
+"""What the published runs say about the predictions: a table for the terminal, and a page with the scatter."""
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.table import Table
+
+from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, Bar, Point, Score, Validation
+from danlu.report import wording
+from danlu.report.chart import Scale, decades
+
+_SIZE = 620
+"""Of the scatter, in its own units; it is square."""
+_FAMILIES = (
+    ("loss", "dense, on clusters", DENSE),
+    ("norm", "mixture of experts", MOE),
+    ("speed", "other chips", OTHER_CHIPS),
+    ("rate", "other held-out runs", ()),
+    ("fit", "fitted on", ()),
+)
+"""Colour of the page's style, words, and sets."""
+_STYLE = """
+.scatter svg{width:100%;max-width:720px;display:block;margin:0 auto;overflow:visible}
+.scatter text{fill:var(--soft);font-size:13px}.scatter .axis{stroke:var(--grid)}
+.scatter .same{stroke:var(--soft);stroke-dasharray:6 5}.scatter .tenth{stroke:var(--faint)}
+.scatter circle{fill:var(--tone);opacity:.6}.scatter .fit{--tone:var(--soft);opacity:.35}
+.scatter .key i{width:10px;height:10px;border:0;border-radius:9px;background:var(--tone)}
+td.missed{color:var(--bad)}td.reached{color:var(--good)}
+"""
+
+
+def validation_tables(validation: Validation) -> Stack:
+    """The sets, the groups and the bars as tables."""
+    return Stack(_sets(validation.scores), _groups(validation.scores), _bars(validation.bars))
+
+
+def validation_json(validation: Validation) -> dict[str, Any]:
+    """The same for machines, with every run."""
+    return {
+        "passed": validation.passed,
+        "bars": [
+            {"name": bar.name, "value": bar.value, "limit": bar.limit, "unit": bar.unit, "passed": bar.passed}
+            for bar in validation.bars
+        ],
+        "sets": [_set_json(score) for score in validation.scores],
+        "runs": [_run_json(point) for point in validation.points],
+    }
+
+
+def write_validation(validation: Validation, path: Path) -> Path:
+    """Write the page with the scatter of predicted against measured times."""
+    style = files("danlu.report").joinpath("page.css").read_text(encoding="utf-8")
+    body = [
+        f'<header><h1>Predicted against measured</h1><p class="soft">{len(validation.points):,} published runs. '
+        "Constants were fitted on the sets whose names begin with <code>fit-</code>, and on nothing else.</p></header>",
+        _scatter([point for point in validation.points if point.run.seconds]),
+        f"<h2>Bars</h2>{_bar_rows(validation.bars)}",
+        f"<h2>Sets</h2>{_set_rows(validation.scores)}",
+        f"<h2>Furthest off</h2>{_worst_rows(validation.points)}",
+    ]
+    path.write_text(
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Predicted against measured · Danlu</title><style>{style}{_STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _sets(scores: Sequence[Score]) -> Table:
+    table = Table("set", title="Predicted step time against published runs")
+    for name in ("runs", "error", "bias", "memory", "error", "did not fit", "said to fit", "said not to, did"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        table.add_row(
+            score.name,
+            f"{score.rows:,}",
+            _percent(score.error),
+            f"{100 * score.bias:+.1f} %",
+            f"{score.memory_rows:,}" if score.memory_rows else "",
+            _percent(score.memory_error) if score.memory_rows else "",
+            f"{score.out_of_memory}" if score.out_of_memory else "",
+            f"{score.false_fits}" if score.out_of_memory else "",
+            f"{score.false_refusals}" if score.false_refusals else "",
+            style="dim" if score.fit else None,
+        )
+    return table
+
+
+def _groups(scores: Sequence[Score]) -> Table:
+    table = Table("runs that differ only in their layout", title="Order of layouts")
+    for name in ("runs", "rank correlation", "regret"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        for group in score.groups:
+            table.add_row(group.name, f"{group.rows}", f"{group.spearman:.2f}", _percent(group.regret))
+    return table
+
+
+def _bars(bars: Sequence[Bar]) -> Table:
+    table = Table("bar", title="Bars")
+    for name in ("measured", "asked", ""):
+        table.add_column(name, justify="right")
+    for bar in bars:
+        colour = "green" if bar.passed else "red"
+        table.add_row(bar.name, *_bar_words(bar), f"[{colour}]{'reached' if bar.passed else 'missed'}[/]")
+    return table
+
+
+def _bar_words(bar: Bar) -> tuple[str, str]:
+    unit = f" {bar.unit}" if bar.unit else ""
+    digits = ".1f" if bar.unit else ".2f" if bar.least else ".0f"
+    return f"{bar.value:{digits}}{unit}", f"{'≥' if bar.least else '≤'} {bar.limit:g}{unit}"
+
+
+def _set_json(score: Score) -> dict[str, Any]:
+    return {
+        "name": score.name,
+        "runs": score.rows,
+        "error": score.error,
+        "bias": score.bias,
+        "memory_runs": score.memory_rows,
+        "memory_error": score.memory_error if score.memory_rows else None,
+        "out_of_memory": score.out_of_memory,
+        "false_fits": score.false_fits,
+        "false_refusals": score.false_refusals,
+        "groups": [
+            {"name": group.name, "runs": group.rows, "spearman": group.spearman, "regret": group.regret}
+            for group in score.groups
+        ],
+    }
+
+
+def _run_json(point: Point) -> dict[str, Any]:
+    run, prediction = point.run, point.prediction
+    return {
+        "id": run.id,
+        "set": run.set,
+        "source": run.source,
+        "measured_seconds": run.seconds,
+        "predicted_seconds": prediction.seconds,
+        "parts": prediction.parts,
+        "measured_bytes": run.memory,
+        "predicted_bytes": point.memory,
+        "fits": point.fits,
+    }
+
+
+def _scatter(points: Sequence[Point]) -> str:
+    """Predicted over measured seconds, both logarithmic; the line is where they are equal."""
+    seconds = [value for point in points for value in (point.run.seconds or 0.0, point.prediction.seconds)]
+    scale = Scale(min(seconds) / 1.3, max(seconds) * 1.3, _SIZE, log=True)
+    rows = decades(scale.low, scale.high)
+    drawing = [_axis(scale(value), f"{value:g} s") for value in rows]
+    drawing += [
+        f'<line class="{name}" x1="{scale(scale.low):.1f}" y1="{_SIZE - scale(scale.low * by):.1f}" '
+        f'x2="{scale(scale.high):.1f}" y2="{_SIZE - scale(scale.high * by):.1f}"/>'
+        for name, by in (("tenth", 0.9), ("same", 1.0), ("tenth", 1.1))
+    ]
+    drawing += [_spot(point, scale) for point in sorted(points, key=lambda point: not point.run.fit)]
+    key = "".join(f'<span class="{tone}"><i></i>{escape(words)}</span>' for tone, words, _ in _FAMILIES)
+    return (
+        '<figure class="card chart scatter"><figcaption><h3>Seconds a step</h3>'
+        "<small>predicted upwards, measured to the right; thin lines ten per cent off</small></figcaption>"
+        f'<svg viewBox="-56 -12 {_SIZE + 70} {_SIZE + 44}" role="img" aria-label="Predicted over measured seconds">'
+        f'{"".join(drawing)}</svg><p class="key soft">{key}</p></figure>'
+    )
+
+
+def _axis(at: float, text: str) -> str:
+    up = _SIZE - at
+    return (
+        f'<line class="axis" x1="0" x2="{_SIZE}" y1="{up:.1f}" y2="{up:.1f}"/>'
+        f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{_SIZE}"/>'
+        f'<text x="-6" y="{up + 4:.1f}" text-anchor="end">{escape(text)}</text>'
+        f'<text x="{at:.1f}" y="{_SIZE + 20}" text-anchor="middle">{escape(text)}</text>'
+    )
+
+
+def _spot(point: Point, scale: Scale) -> str:
+    run = point.run
+    tone = next((tone for tone, _, sets in _FAMILIES if run.set in sets), "fit" if run.fit else "rate")
+    words = (
+        f"{run.set} {run.id}: {run.model.name}, {run.cluster.name}, {wording.duration(run.seconds)} measured, "
+        f"{100 * point.error:+.0f} % predicted"
+    )
+    x, y = scale(run.seconds or scale.low), _SIZE - scale(point.prediction.seconds)
+    return f'<circle class="{tone}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(words)}</title></circle>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f'<th class="{"number" if index else ""}">{escape(word)}</th>' for index, word in enumerate(head))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{"number " if index else ""}{cell if cell in ("missed", "reached") else ""}">'
+            f"{escape(cell)}</td>"
+            for index, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="card"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _bar_rows(bars: Sequence[Bar]) -> str:
+    rows = [(bar.name, *_bar_words(bar), "reached" if bar.passed else "missed") for bar in bars]
+    return _table(("bar", "measured", "asked", ""), rows)
+
+
+def _set_rows(scores: Sequence[Score]) -> str:
+    rows = [(score.name, f"{score.rows:,}", _percent(score.error), f"{100 * score.bias:+.1f} %") for score in scores]
+    return _table(("set", "runs", "error", "bias"), rows)
+
+
+def _worst_rows(points: Sequence[Point]) -> str:
+    held = [point for point in points if not point.run.fit and point.run.seconds]
+    worst = sorted(held, key=lambda point: -abs(point.error))[:20]
+    rows = [
+        (
+            f"{point.run.set} {point.run.id}: {point.run.model.name} on {point.run.cluster.name}",
+            wording.duration(point.run.seconds),
+            f"{100 * point.error:+.0f} %",
+            _largest(point),
+        )
+        for point in worst
+    ]
+    return _table(("run", "measured", "predicted", "of which"), rows)
+
+
+def _largest(point: Point) -> str:
+    """The parts that make most of a prediction."""
+    parts = sorted(point.prediction.parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {100 * seconds / point.prediction.seconds:.0f} %" for name, seconds in parts)
