@@ -267,11 +267,17 @@ def table(rows: list[dict[str, Any]]) -> Table:
             "yes" if row["same"] else sizes,
             wording.size(row["dry"]),
             wording.size(row["real"]),
-            f"{row['difference']:+.2%}" if row["difference"] else "0",
+            difference(row["dry"], row["real"]),
             f"+{wording.size(row['resident'])}",
             "not judged" if not row["judged"] else "passed" if row["passed"] else "[red]missed",
         )
     return made
+
+
+def difference(dry: int, real: int) -> str:
+    """A share of the real bytes, or the bytes themselves where they are next to nothing."""
+    share = dry / real - 1
+    return f"{share:+.2%}".replace("%", " %") if abs(share) >= 5e-5 else f"{dry - real:+,} B" if dry != real else "0"
 
 
 if __name__ == "__main__":

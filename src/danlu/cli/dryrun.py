@@ -54,13 +54,13 @@ def dryrun(
             )
 
         run = dry_runs(checked.recipe, checked.plan, checked.cluster, numbers, whole=whole, tell=tell)
-    for note in run.notes:
-        errors.print(note, style="yellow")
     text = run.model_dump_json()
     if out is not None:
         out.write_text(text + "\n")
         errors.print(f"{wording.path(out.absolute())}: {len(run.traces)} ranks")
     if as_json:
+        for note in run.notes:
+            errors.print(note, style="yellow")
         typer.echo(text)
         return
     _print(run, time.monotonic() - started)

@@ -83,9 +83,7 @@ def footer(run: DryRun) -> list[str]:
     """What a reader of the tables must know: whose the peaks are, what stands for what, what was not run, and notes."""
     lines = []
     for trace in run.traces:
-        folded = (
-            f"; {trace.folded:,} layers were counted, not run: they are like their neighbours" if trace.folded else ""
-        )
+        folded = f"; {trace.folded:,} layers like their neighbours were counted, not run" if trace.folded else ""
         lines.append(
             f"rank {trace.rank:,}: peak in {owner(trace.peak)}; stands for {trace.stands_for:,} ranks{folded} "
             f"({wording.duration(trace.seconds)})"
