@@ -1,14 +1,13 @@
 """The door of one training process: from a run's folder to its last step."""
 
 import fcntl
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,16 +17,18 @@ from danlu.chips.measure import matmul_peak
 from danlu.chips.registry import find
 from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import Mesh, build_mesh
-from danlu.cost.model import flops_per_token, parameters
 from danlu.framework.build import build
 from danlu.framework.feed import Feed
+from danlu.framework.guard import stop_on_signal
 from danlu.framework.journal import Journal
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
 from danlu.framework.state import TrainState
+from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights
 from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
 from danlu.spec.event import PeakSource
+from danlu.spec.recipe import has_experts
 from danlu.storage.checkpoint import Checkpoints
 from danlu.storage.tokens import Dataset, TokenShards
 
@@ -37,14 +38,14 @@ PEAK_SECONDS = 1.0
 
 def run_worker(run: RunFolder, place: Place) -> None:
     """Train the run in `run` as the rank at `place`; goes on from its newest checkpoint if there is one."""
-    with _stop_on_signal() as stop, _alone(run) if place.rank == 0 else nullcontext():
+    with stop_on_signal() as stop, _alone(run) if place.rank == 0 else nullcontext():
         recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
         cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         chip = find(cluster.chip.kind if cluster else None)
         device = chip.runtime.device(place.local_rank)
         join(place, _backend(chip, place), meet(place))
         try:
-            mesh = build_mesh(plan, device, place.rank, cluster, experts=recipe.model.moe is not None)
+            mesh = build_mesh(plan, device, place.rank, cluster, experts=has_experts(recipe.model))
             _train(run, recipe, mesh, chip, cluster, stop)
         except Exception as error:
             # At once: the other ranks fail for want of this one, and whoever looks for the culprit asks who was first.
@@ -77,15 +78,16 @@ def _train(
     shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
     feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
     peak, source = _peak(recipe, mesh, cluster)
+    size, work = weigh(recipe)
     started = Started(
         time=time.time(),
         world=mesh.plan.degrees.world,
         chip=chip.name,
-        parameters=parameters(recipe.model),
+        parameters=size,
         step=state.step,
         steps=recipe.steps,
         tokens_per_step=recipe.batch.tokens,
-        flops_per_token=flops_per_token(recipe.model, recipe.batch.length),
+        flops_per_token=work,
         peak=peak,
         peak_source=source,
         baseline_loss=shards.index.unigram_loss,
@@ -141,23 +143,3 @@ def _alone(run: RunFolder) -> Iterator[None]:
         except BlockingIOError:
             raise RuntimeError(f"run {run.path} must not be under way, but is; wait for it, or end it") from None
         yield
-
-
-@contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Turn the first interrupt or termination into a wish to stop after the step; a second one ends at once."""
-    asked: list[int] = []
-
-    def ask(number: int, _frame: Any) -> None:
-        asked.append(number)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

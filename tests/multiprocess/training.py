@@ -13,7 +13,7 @@ from danlu.framework.state import TrainState
 from danlu.spec.cluster import Cluster
 from danlu.spec.event import StepReport
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import Recipe, has_experts
 from danlu.storage.tokens import Dataset, TokenShards
 
 
@@ -26,7 +26,7 @@ def train_in_memory(
     cluster: Cluster | None = None,
 ) -> tuple[list[StepReport], TrainState]:
     """Build, restore if asked to, and train to the recipe's end or to step `stop_at`."""
-    mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=recipe.model.moe is not None)
+    mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
     state, forward_backward = build(recipe, plan, mesh)
     restore(state)
     shards = TokenShards.open(Path(recipe.data.shards))

@@ -8,9 +8,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from danlu.cli.own_model import check_own_model, with_absolute_paths
 from danlu.cost import active_parameters, parameters
 from danlu.report.wording import count
 from danlu.spec.check import Checked, check_all
+from danlu.spec.model import Model
 from danlu.spec.problem import Problem, SpecError
 
 
@@ -23,6 +25,8 @@ def check(
     """Hold a recipe, a plan and a cluster against each other, and report every problem with its line."""
     try:
         checked = check_all(recipe, plan, cluster)
+        resolved = with_absolute_paths(checked.recipe, recipe.parent)
+        check_own_model(resolved, recipe, checked.plan, plan)
     except SpecError as error:
         if as_json:
             _print_json(error.problems)
@@ -54,15 +58,16 @@ def _print_problems(problems: list[Problem]) -> None:
 
 def _summary(path: Path, checked: Checked) -> Text:
     """One line: what was checked."""
-    recipe, total = checked.recipe, parameters(checked.recipe.model)
-    size = f"{count(total)} parameters"
-    if recipe.model.moe:
-        size += f", {count(active_parameters(recipe.model))} active"
+    model, size = checked.recipe.model, "a module of its own"
+    if isinstance(model, Model):
+        size = f"{count(parameters(model))} parameters"
+        if model.moe:
+            size += f", {count(active_parameters(model))} active"
     world = checked.plan.degrees.world
     ranks = f"{world:,} rank{'s' * (world > 1)}"
     if checked.cluster:
         ranks += f" of the {checked.cluster.chips:,} chips of {checked.cluster.name}"
-    return Text.assemble((f"{path}", "bold"), ": ", ("no problems", "green"), f": {recipe.model.name}, {size}, {ranks}")
+    return Text.assemble((f"{path}", "bold"), ": ", ("no problems", "green"), f": {model.name}, {size}, {ranks}")
 
 
 def _print_json(problems: list[Problem], checked: Checked | None = None) -> None:
@@ -71,8 +76,8 @@ def _print_json(problems: list[Problem], checked: Checked | None = None) -> None
         model = checked.recipe.model
         answer |= {
             "model": model.name,
-            "parameters": parameters(model),
-            "active_parameters": active_parameters(model),
+            "parameters": parameters(model) if isinstance(model, Model) else None,
+            "active_parameters": active_parameters(model) if isinstance(model, Model) else None,
             "world": checked.plan.degrees.world,
             "chips": checked.cluster.chips if checked.cluster else None,
         }

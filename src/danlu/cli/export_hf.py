@@ -9,6 +9,7 @@ from danlu.cli.hf_outcome import Compare, Json, Tolerance, compare_and_tell, wei
 from danlu.cli.prepare import RUNS
 from danlu.report.runs import find_run
 from danlu.spec import Problem, SpecError, load_recipe
+from danlu.spec.own_model import OwnModel
 from danlu.spec.problem import nearest, problem_at
 
 app = typer.Typer(help="Runs into other tools' forms.", no_args_is_help=True)
@@ -44,9 +45,14 @@ def export_hf(
     name, step = step_of(run)
     found = find_run(name, folder)
     recipe = load_recipe(found.recipe)
+    if isinstance(recipe.model, OwnModel):
+        message = f"trains a module of its own (`{recipe.model.factory}`), whose families Danlu does not know"
+        hint = "save it from Python: danlu.Checkpointer reads its checkpoints into any layout"
+        raise SpecError([_run_problem(run, message, hint)])
+    model = recipe.model
     checkpoints = Checkpoints(found.checkpoints, recipe.checkpoint.keep, torch.device("cpu"))
     chosen = choose_step(name, step, checkpoints.steps())
-    shapes = parameter_shapes(recipe.model)
+    shapes = parameter_shapes(model)
 
     def read(parameter: str) -> torch.Tensor:
         tensor = torch.empty(shapes[parameter])
@@ -58,13 +64,11 @@ def export_hf(
         typer.echo(f"tokenizer and other settings are not carried along, because there is no {missing}", err=True)
         imported = None
     with weights_progress() as on_progress:
-        family = hf.export_hf(recipe.model, read, output, imported, dtype, on_progress)
+        family = hf.export_hf(model, read, output, imported, dtype, on_progress)
     figures = {"folder": str(output), "architecture": family.architecture, "run": found.name, "step": chosen}
     stored = hf.EXPORT_DTYPES[dtype][1]
     raise typer.Exit(
-        compare_and_tell(
-            figures, recipe.model, output, lambda: read_decoder(recipe.model, read, stored), tolerance, compare, as_json
-        )
+        compare_and_tell(figures, model, output, lambda: read_decoder(model, read, stored), tolerance, compare, as_json)
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import typer
 
 from danlu.cli.data import build_with_progress
-from danlu.spec import Recipe, RunFolder, SpecError, toml
+from danlu.cli.own_model import check_own_model, with_absolute_paths
+from danlu.spec import Model, Recipe, RunFolder, SpecError, toml
 from danlu.spec.check import Checked, check_all
 from danlu.spec.load import load_model
 from danlu.spec.plan import fully_sharded
@@ -22,7 +23,8 @@ def prepare_run(recipe: Path, plan: Path | None, cluster: str | None, name: str 
     """Check a run, build its data if need be, and write its folder; raises `SpecError` before anything is written."""
     checked = check_all(recipe, plan, cluster, default=fully_sharded(world))
     choose_folder(name, checked.recipe.name)  # a wrong name is refused before anything is built for it
-    resolved = _with_absolute_paths(checked.recipe, recipe.parent)
+    resolved = with_absolute_paths(checked.recipe, recipe.parent)
+    check_own_model(resolved, recipe, checked.plan, plan)
     check_weights(recipe, resolved)
     ensure_shards(recipe, resolved)
     run = _claim_folder(name, checked.recipe.name)
@@ -84,42 +86,30 @@ def check_weights(path: Path, recipe: Recipe) -> None:
     """Hold the weights that a run starts from, if there are any, against its model."""
     if not recipe.weights:
         return
-    from danlu.framework.hf import MODEL, differing_fields
     from danlu.framework.weights import open_weights
 
-    folder, document = Path(recipe.weights), toml.read(path)
+    folder, document, model = Path(recipe.weights), toml.read(path), recipe.model
+    if isinstance(model, Model):
+        _check_imported(path, document, model, folder)
+    open_weights(folder, model)
+
+
+def _check_imported(path: Path, document: toml.Document, model: Model, folder: Path) -> None:
+    from danlu.framework.hf import MODEL, differing_fields
+
     imported = load_model(str(folder / MODEL))
     problems = [
         problem_at(
             path,
             document.line(("model", field)),
             f"model.{field}",
-            f"is {shown(getattr(recipe.model, field))}, but {shown(getattr(imported, field))} in {folder / MODEL}",
+            f"is {shown(getattr(model, field))}, but {shown(getattr(imported, field))} in {folder / MODEL}",
             "what the weights were made with",
         )
-        for field in differing_fields(recipe.model, imported)
+        for field in differing_fields(model, imported)
     ]
     if problems:
         raise SpecError(problems)
-    open_weights(folder, recipe.model)
-
-
-def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with paths that hold wherever the workers are started."""
-
-    def absolute(path: str) -> str:
-        return str((folder / path).resolve())
-
-    data = recipe.data
-    resolved = data.model_copy(
-        update={
-            "shards": absolute(data.shards),
-            "source": tuple(name if name == "python-stdlib" else absolute(name) for name in data.source),
-            "tokenizer": data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer),
-        }
-    )
-    weights = absolute(recipe.weights) if recipe.weights else ""
-    return recipe.model_copy(update={"data": resolved, "weights": weights})
 
 
 def _write(run: RunFolder, checked: Checked) -> None:

@@ -11,23 +11,26 @@ from danlu.comm.mesh import Mesh
 from danlu.compiler.blocks import apply_compile
 from danlu.framework import precision
 from danlu.framework.accumulate import Accumulation
-from danlu.framework.initialise import initialise
+from danlu.framework.blueprint import Blueprint
+from danlu.framework.described import DescribedModel
 from danlu.framework.optimizer import build_optimizer
-from danlu.framework.placements import moe_layers, recompute_regions, sharding_units, tensor_placements
+from danlu.framework.own.blueprint import BroughtModel
 from danlu.framework.state import TrainState
-from danlu.framework.transformer import Decoder
 from danlu.memory.recompute import apply_recompute
-from danlu.parallel.context import apply_cp
-from danlu.parallel.expert import apply_ep
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.pipeline import Pipeline, rank_stages
 from danlu.parallel.shard import apply_sharding
-from danlu.parallel.tensor import apply_tp
+from danlu.spec.own_model import OwnModel
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import Precision, Recipe
 
 ForwardBackward = Callable[[Tensor, Tensor], Tensor]
 """Takes this rank's tokens and targets, leaves gradients, returns this rank's share of the mean loss."""
+
+
+def blueprint_of(recipe: Recipe, plan: Plan) -> Blueprint:
+    """The model of a recipe, whichever way it is said."""
+    return BroughtModel(recipe, plan) if isinstance(recipe.model, OwnModel) else DescribedModel(recipe, plan)
 
 
 def build(
@@ -37,82 +40,46 @@ def build(
 
     A dry run gives the context in which `tensors` are made; everything before that needs no memory anyway.
     """
+    blueprint = blueprint_of(recipe, plan)
     stages = rank_stages(plan, mesh.coordinate("pp"))
-    with torch.device("meta"):
-        parts = [_decoder(recipe, plan, stage) for stage in stages]
+    parts = [blueprint.part(stage) for stage in stages]
     for part in parts:
-        parallelise(part, recipe, plan, mesh)
+        parallelise(part, blueprint, plan, mesh, recipe.precision)
     with tensors or nullcontext():
-        for part in parts:
-            part.to_empty(device=mesh.device)
-            part.tie()
-        initialise(parts, recipe.model, recipe.seed)
-    loss = partial(_loss, tokens=recipe.batch.tokens, group=mesh.group("tp"))
+        blueprint.fill(parts, mesh)
+    loss = partial(_loss, tokens=recipe.batch.tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
     forward_backward: ForwardBackward
     if plan.degrees.pp > 1:
-        streams = partial(_streams, recipe, plan)
         group = mesh.group("pp")
         assert group is not None
-        forward_backward = Pipeline(plan, parts, stages, streams, loss, mesh.device, group)
+        forward_backward = Pipeline(plan, parts, stages, blueprint.streams, loss, mesh.device, group)
     else:
         forward_backward = Accumulation(parts[0], loss, plan.microbatches)
-    modules: list[nn.Module] = list(parts)
-    return TrainState(modules, build_optimizer(parts, recipe.optimizer), recipe.seed), forward_backward
+    return TrainState(parts, build_optimizer(parts, recipe.optimizer), recipe.seed), forward_backward
 
 
-def parallelise(part: Decoder, recipe: Recipe, plan: Plan, mesh: Mesh) -> None:
+def parallelise(part: nn.Module, blueprint: Blueprint, plan: Plan, mesh: Mesh, dtypes: Precision) -> None:
     """Apply every axis of the plan to one part of the model, in the one order that works."""
-    blocks = list(part.blocks.values())
     # 1. Split layers: what a module computes changes before anything is wrapped around it.
-    if mesh.tensor is not None:
-        apply_tp(part, tensor_placements(part), mesh.tensor)
-    if group := mesh.group("cp"):
-        apply_cp((block.get_submodule("attention") for block in blocks), group)
-        if part.embed is not None:
-            part.embed.part = mesh.coordinate("cp")
-    if mesh.experts is not None:
-        apply_ep(moe_layers(part), mesh.experts)
-    for layer in moe_layers(part):
-        layer.router.sequences_per_step = recipe.batch.sequences
-        layer.router.sequence_group = mesh.group("cp", "tp")
+    blueprint.split(part, mesh)
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
     if plan.recompute != "none":
-        apply_recompute(recompute_regions(part, plan.recompute), plan.recompute)
+        apply_recompute(blueprint.regions(part, plan.recompute), plan.recompute)
     if plan.compile:
-        apply_compile(blocks)
+        apply_compile(blueprint.blocks(part))
     # 4. Shard last: it sees the final parameters.
-    part.tie()
-    policy = partial(precision.policy, recipe.precision)
-    apply_sharding(part, sharding_units(part, mesh), mesh.parameters, policy, plan.reshards)
+    policy = partial(precision.policy, dtypes)
+    rest = policy(blueprint.rest)
+    apply_sharding(part, blueprint.units(part, mesh), mesh.parameters, policy, rest, plan.reshards)
 
 
-def _decoder(recipe: Recipe, plan: Plan, stage: int) -> Decoder:
-    layers = plan.stage_layers(recipe.model.layers)[stage]
-    return Decoder(recipe.model, layers, first=stage == 0, last=stage == plan.stages - 1)
-
-
-def _loss(scores_BSV: Tensor, targets_BS: Tensor, tokens: int, group: torch.distributed.ProcessGroup | None) -> Tensor:
+def _loss(
+    scores_BSV: Tensor,
+    targets_BS: Tensor,
+    tokens: int,
+    vocabulary: int,
+    tensor_group: torch.distributed.ProcessGroup | None,
+) -> Tensor:
+    """This rank's share of the mean loss; scores may be whole, or split over the ranks that share the matrices."""
+    group = None if scores_BSV.shape[-1] == vocabulary else tensor_group
     return cross_entropy_sum(scores_BSV, targets_BS, group) / tokens
-
-
-def _streams(recipe: Recipe, plan: Plan, stage: int) -> tuple[Tensor, Tensor]:
-    """Meta tensors like what enters and leaves a stage, for one microbatch on one rank."""
-    degrees, model = plan.degrees, recipe.model
-    sequences = recipe.batch.sequences // degrees.data // plan.microbatches
-    length = recipe.batch.length // degrees.cp
-    boundaries = plan.stage_layers(model.layers)
-
-    def stream_after(stage: int) -> Tensor:
-        layer = boundaries[stage][-1]
-        dtype = precision.compute_dtype(recipe.precision, f"blocks.{layer}")
-        return torch.empty(sequences, length // degrees.tp, model.width, dtype=dtype, device="meta", requires_grad=True)
-
-    head = precision.compute_dtype(recipe.precision, "embed" if model.tied else "head")
-    scores = torch.empty(
-        sequences, length, model.vocabulary // degrees.tp, dtype=head, device="meta", requires_grad=True
-    )
-    tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
-    return (
-        tokens if stage == 0 else stream_after(stage - 1),
-        scores if stage == plan.stages - 1 else stream_after(stage),
-    )

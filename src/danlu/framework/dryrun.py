@@ -24,7 +24,7 @@ from danlu.parallel.norm import clip
 from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import Recipe, has_experts
 from danlu.spec.trace import Collective, Trace
 
 
@@ -41,7 +41,7 @@ def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> T
         )
     join_fake(rank, plan.degrees.world)
     try:
-        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=recipe.model.moe is not None)
+        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
         return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
         leave()

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from danlu.parallel.shard import held_slice
 from danlu.spec.model import Model
 
 _MASK = (1 << 63) - 1
@@ -50,11 +48,7 @@ def _key(seed: int, name: str) -> int:
 
 def _fill_normal(parameter: Tensor, deviation: float, key: int) -> None:
     shape = parameter.shape
-    local, offset = parameter, (0,) * len(shape)
-    if isinstance(parameter, DTensor):
-        with unset_fake_temporarily():  # the mesh reckons with tensors of its own, which a dry run must not fake
-            _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-        local = parameter.to_local()
+    local, offset = held_slice(parameter)
     if local.numel() == 0:
         return
     rows = max(1, _ELEMENTS_AT_ONCE // max(1, local.numel() // local.shape[0]))

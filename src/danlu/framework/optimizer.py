@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,25 +13,30 @@ from danlu.spec.recipe import Optimizer, Schedule
 
 
 def build_optimizer(parts: Iterable[nn.Module], recipe: Optimizer) -> torch.optim.AdamW:
-    """AdamW over the parameters of this rank; weight decay spares vectors.
+    """AdamW over the parameters of this rank; weight decay spares vectors."""
+    return torch.optim.AdamW(
+        parameter_groups(parts, recipe.weight_decay),
+        lr=recipe.learning_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.epsilon,
+        fused=True,
+    )
 
-    Parameters are grouped by mesh as well: the fused kernel takes tensors of one mesh at a time.
+
+def parameter_groups(parts: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimiser: weight decay for matrices, and none for vectors (norms and biases).
+
+    Parameters are grouped by mesh as well: fused kernels take tensors of one mesh at a time.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for part in parts:
         for parameter in part.parameters():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": recipe.weight_decay if decays else 0.0}
-            for (decays, _), parameters in groups.items()
-        ],
-        lr=recipe.learning_rate,
-        betas=(recipe.beta1, recipe.beta2),
-        eps=recipe.epsilon,
-        fused=True,
-    )
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), parameters in groups.items()
+    ]
 
 
 def learning_rate(step: int, steps: int, optimizer: Optimizer, schedule: Schedule) -> float:

@@ -57,11 +57,12 @@ class TrainState:
         tensors: dict[str, Tensor] = {}
         for part in self.parts:
             tensors |= {f"model.{name}": tensor for name, tensor in part.state_dict().items()}
+        moved = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.named_parameters():
-            if not self.optimizer.state[parameter]:
+            state = self.optimizer.state.get(parameter, {})
+            if not state and parameter in moved and self.optimizer.state:
                 raise RuntimeError(f"parameter {name} must have optimiser state to be saved, but has none")
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"optimizer.{name}.{key}"] = value
+            tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
         return tensors
 
     def scalars(self) -> dict[str, Any]:
@@ -87,6 +88,8 @@ class TrainState:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for state in self.optimizer.state.values():
-            state["step"].zero_()
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -4,47 +4,54 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import nn
 
+from danlu.framework.own.factory import make_empty
 from danlu.framework.transformer import Decoder
+from danlu.parallel.shard import held_slice
 from danlu.spec.model import Model
+from danlu.spec.own_model import OwnModel
 from danlu.spec.problem import SpecError
 from danlu.storage.weights import Weights
 
 STEM = "weights"
 """How the files of weights under Danlu's own names begin."""
+OWN_STEM = "model"
+"""How the files of a published model begin, whose names are those of its own module."""
 
 
-def parameter_shapes(model: Model) -> dict[str, torch.Size]:
-    """Global name and shape of every parameter of a model; a tied head is its embedding."""
+def empty_model(model: Model | OwnModel) -> nn.Module:
+    """The whole model with parameters that take no memory."""
+    if isinstance(model, OwnModel):
+        return make_empty(model)
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Decoder(model).named_parameters()}
+        return Decoder(model)
 
 
-def open_weights(folder: Path, model: Model) -> Weights:
+def parameter_shapes(model: Model | OwnModel) -> dict[str, torch.Size]:
+    """Global name and shape of every parameter of a model; a tied head is its embedding."""
+    return {name: parameter.shape for name, parameter in empty_model(model).named_parameters()}
+
+
+def open_weights(folder: Path, model: Model | OwnModel) -> Weights:
     """The weights in `folder`; names and shapes that are not the model's raise `SpecError`."""
-    weights = Weights(folder, STEM)
-    if problems := weights.differences(parameter_shapes(model)):
+    weights = Weights(folder, OWN_STEM if isinstance(model, OwnModel) else STEM)
+    named = empty_model(model).state_dict() if isinstance(model, OwnModel) else {}  # buffers, and second names
+    if problems := weights.differences(parameter_shapes(model), ignored=lambda name: name in named):
         raise SpecError(problems)
     return weights
 
 
 @torch.no_grad()
-def load_weights(parts: Iterable[nn.Module], model: Model, folder: Path) -> None:
+def load_weights(parts: Iterable[nn.Module], model: Model | OwnModel, folder: Path) -> None:
     """Fill the parameters this rank holds; of a parameter that is spread over ranks only its own slice is read."""
     weights = open_weights(folder, model)
+    stored = set(weights.names)
     for part in parts:
         for name, parameter in part.named_parameters():
-            local, offset = _held(parameter)
+            local, offset = held_slice(parameter)
             if local.numel():
                 local.copy_(weights.read(name, offset, local.shape))
-
-
-def _held(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a parameter, and where in the whole it begins."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.ndim
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(offset)
+        for name, buffer in part.named_buffers():
+            if name in stored:
+                buffer.copy_(weights.read(name))

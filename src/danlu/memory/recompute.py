@@ -37,15 +37,18 @@ class Region(NamedTuple):
 
     module: nn.Module
     method: str = "forward"
+    draws: bool = False
+    """Whether it may draw random numbers, which must be the same the second time."""
 
 
 def apply_recompute(regions: Iterable[Region], mode: Literal["selective", "full"]) -> None:
     """Wrap every region; names of parameters stay as they are."""
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    for module, method in regions:
-        setattr(module, method, partial(checkpoint, getattr(module, method), **options))
+    for module, method, draws in regions:
+        forward = partial(checkpoint, getattr(module, method), preserve_rng_state=draws, **options)
+        setattr(module, method, forward)
 
 
 def _keep_costly(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

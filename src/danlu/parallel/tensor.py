@@ -1,7 +1,5 @@
 """Tensor parallelism with sequence parallelism: every matrix over the ranks of `tp`, the stream split by sequence."""
 
-import re
-import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -17,7 +15,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-Style = Literal["sequence", "heads", "gather", "column", "row", "vocabulary", "scores"]
+from danlu.parallel.shard import allow_view
+
+Style = Literal[
+    "sequence",
+    "heads",
+    "gather",
+    "column",
+    "row",
+    "vocabulary",
+    "scores",
+    "row whole",
+    "table whole",
+    "column gathered",
+]
 """What a module does with the sequence-split stream:
 
 - sequence: works on each position alone, so keeps whole parameters and its part of the sequence (norms, routers)
@@ -26,6 +37,11 @@ Style = Literal["sequence", "heads", "gather", "column", "row", "vocabulary", "s
 - column, row: a matrix split by outputs, and the one after it split by inputs whose result is summed and split again
 - vocabulary: a table split by rows
 - scores: the output matrix, split by the vocabulary; its result stays split
+
+Where the stream is not split, but whole on every rank (models that know nothing of it):
+
+- row whole, table whole: the same as row and vocabulary, but the sum is whole on every rank
+- column gathered: split by outputs, which are collected again
 """
 
 
@@ -45,6 +61,12 @@ def _style(style: Style) -> ParallelStyle:
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         case "scores":
             return ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
+        case "row whole":
+            return RowwiseParallel()
+        case "table whole":
+            return RowwiseParallel(input_layouts=Replicate())
+        case "column gathered":
+            return ColwiseParallel(output_layouts=Replicate())
 
 
 def apply_tp(part: nn.Module, placements: Mapping[str, Style], mesh: DeviceMesh) -> None:
@@ -54,20 +76,16 @@ def apply_tp(part: nn.Module, placements: Mapping[str, Style], mesh: DeviceMesh)
         if name not in modules:
             raise KeyError(f"placement {name!r} ({style}) names no module of {type(part).__name__}")
         parallelize_module(modules[name], mesh, _style(style))
-        if style == "vocabulary":
-            # The local part of a DTensor is a view. Where FSDP gets a view from a module and a compiled block takes
-            # it, the module's gradient is silently zero (PyTorch 2.13); a copy of one activation costs little.
-            modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
+        if style in ("vocabulary", "table whole"):
+            copy_output(modules[name])
         if style == "scores":
-            _allow_view(part, name)
+            allow_view(part, name)
 
 
-def _allow_view(part: nn.Module, name: str) -> None:
-    """Silence FSDP's warning about views for the modules around the scores.
+def copy_output(module: nn.Module) -> None:
+    """Let a split module return a copy.
 
-    They are the largest activation of a model, too large to copy, and go straight to the loss, which
-    neither changes them in place nor is compiled: what the warning is about.
+    The local part of a DTensor is a view. Where FSDP gets a view from a module and a compiled block takes it, the
+    module's gradient is silently zero (PyTorch 2.13); a copy of one activation costs little.
     """
-    around = [part.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)]
-    classes = "|".join(re.escape(type(module).__name__) for module in around)
-    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({classes})\) returned a view tensor")
+    module.register_forward_hook(lambda module, inputs, output: output.clone())

@@ -4,7 +4,7 @@ from html import escape
 
 from danlu.comm.layout import UnplaceableError
 from danlu.report import picture
-from danlu.spec import Cluster, Plan, Recipe
+from danlu.spec import Cluster, Model, Plan, Recipe
 from danlu.spec.plan import Axis
 
 _AXES: dict[Axis, str] = {
@@ -20,10 +20,10 @@ _AXES: dict[Axis, str] = {
 def layout(plan: Plan, recipe: Recipe | None, cluster: Cluster | None) -> str:
     """Table of degrees and settings beside the pictures."""
     pictures = [f'<div class="card"><h3>Mesh</h3>{_mesh(plan, cluster)}</div>']
-    if recipe:
+    if recipe and isinstance(recipe.model, Model):
         pictures.append(
             f'<div class="card"><h3>Layers</h3>{picture.pipeline(plan, recipe.model.layers)}'
-            f'<p class="soft">{escape(_pipeline_words(plan, recipe))}</p></div>'
+            f'<p class="soft">{escape(_pipeline_words(plan, recipe.model))}</p></div>'
         )
     return (
         f'<div class="columns"><div class="card"><h3>Degrees</h3>{_degrees(plan)}</div>'
@@ -73,8 +73,7 @@ def _mesh(plan: Plan, cluster: Cluster | None) -> str:
     return f'{picture.mesh(grid)}<p class="soft">{escape(words)}.</p>'
 
 
-def _pipeline_words(plan: Plan, recipe: Recipe) -> str:
-    model = recipe.model
+def _pipeline_words(plan: Plan, model: Model) -> str:
     words = f"{model.layers} layers"
     if plan.stages > 1:
         words += f" in {plan.stages} stages on {plan.degrees.pp} pipeline ranks, schedule {plan.pipeline.schedule}"

@@ -7,13 +7,17 @@ from typing import TypeVar
 
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import Sourced, read_cluster, read_plan, read_recipe
+from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError
 from danlu.spec.recipe import Recipe
 from danlu.spec.rules import (
     CHIP_RULES,
+    DESCRIBED_LAYOUT_RULES,
+    DESCRIBED_RECIPE_RULES,
     LAYOUT_RULES,
     NETWORK_RULES,
+    OWN_LAYOUT_RULES,
     PLAN_RULES,
     RECIPE_RULES,
     mapping_needs_cluster,
@@ -67,12 +71,15 @@ def _contradictions(
 ) -> list[Problem]:
     """What the rules find whose files could be read."""
     problems: list[Problem] = []
+    described = recipe is not None and isinstance(recipe.value.model, Model)
     if recipe:
-        problems += [problem for rule in RECIPE_RULES for problem in rule(recipe)]
+        rules = (*RECIPE_RULES, *DESCRIBED_RECIPE_RULES) if described else RECIPE_RULES
+        problems += [problem for rule in rules for problem in rule(recipe)]
     if plan:
         problems += [problem for rule in PLAN_RULES for problem in rule(plan)]
     if recipe and plan:
-        problems += [problem for rule in LAYOUT_RULES for problem in rule(recipe, plan)]
+        special = DESCRIBED_LAYOUT_RULES if described else OWN_LAYOUT_RULES
+        problems += [problem for rule in (*special, *LAYOUT_RULES) for problem in rule(recipe, plan)]
     if plan and cluster:
         problems += [problem for rule in NETWORK_RULES for problem in rule(plan, cluster)]
     if recipe and cluster:

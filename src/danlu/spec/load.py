@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -15,9 +15,10 @@ from danlu.spec.catalogue import catalogue
 from danlu.spec.cluster import Cluster
 from danlu.spec.description import Description
 from danlu.spec.model import Model
+from danlu.spec.own_model import OwnModel
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError, dotted, meant, nearest, problem_at, shown
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import MODEL_KINDS, Recipe
 
 D = TypeVar("D", bound=Description)
 D_co = TypeVar("D_co", bound=Description, covariant=True)
@@ -175,14 +176,15 @@ def _without_echoes(kind: type[Description], details: list[ErrorDetails]) -> lis
 
 def _problem(document: toml.Document, kind: type[Description], detail: ErrorDetails) -> Problem:
     """One pydantic error in our words: value, expectation, nearest name."""
-    loc = tuple(part for part in detail["loc"] if part != "[key]")
+    tagged = tuple(part for part in detail["loc"] if part != "[key]")
+    loc = _in_file(tagged)
     value, suggestion = detail["input"], ""
     if detail["type"] == "extra_forbidden":
         message = "is not a setting"
-        suggestion = nearest(str(loc[-1]), _fields_at(kind, loc[:-1]))
+        suggestion = nearest(str(loc[-1]), _fields_at(kind, tagged[:-1]))
     elif detail["type"] == "missing":
         message = "is missing"
-        suggestion = _add(kind, loc)
+        suggestion = _add(kind, tagged)
     elif detail["type"] == "literal_error":
         valid = [text.strip("'") for text in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message = f"is {shown(value)}, but must be one of {', '.join(valid)}"
@@ -199,6 +201,11 @@ def _problem(document: toml.Document, kind: type[Description], detail: ErrorDeta
     return problem_at(document.path, document.line(loc), dotted(loc) or "file", message, suggestion)
 
 
+def _in_file(loc: toml.KeyPath) -> toml.KeyPath:
+    """A place as the file has it: pydantic puts in which of the two ways to say a model was taken."""
+    return loc[:1] + loc[2:] if loc[:1] == ("model",) and loc[1:2] and loc[1] in MODEL_KINDS else loc
+
+
 def _blamed(text: str) -> tuple[tuple[str, ...], str]:
     found = re.match(r"`([\w.]+)` (must .*)", text)
     return (tuple(found[1].split(".")), found[2]) if found else ((), text)
@@ -210,7 +217,8 @@ def _but(value: Any, expected: str) -> str:
 
 def _add(kind: type[Description], loc: toml.KeyPath) -> str:
     """How to add a setting that is missing: a line of a table, or a table."""
-    if _fields_at(kind, loc):
+    is_table, loc = bool(_fields_at(kind, loc)), _in_file(loc)
+    if is_table:
         return f"add a table [[{loc[-1]}]]" if loc == ("levels",) else f"add a table [{dotted(loc)}]"
     names = ".".join(part for part in loc[:-1] if isinstance(part, str))
     table = f"[[{names}]]" if any(isinstance(part, int) for part in loc[-2:-1]) else f"[{names}]"
@@ -219,7 +227,9 @@ def _add(kind: type[Description], loc: toml.KeyPath) -> str:
 
 def _fields_at(kind: Any, loc: toml.KeyPath) -> list[str]:
     """Names of the settings that are valid in the table at `loc`; none if it is not a table of fixed names."""
-    for part in loc:
+    if kind is Recipe and loc[:2] == ("model", "own"):
+        kind, loc = OwnModel, loc[2:]
+    for part in _in_file(loc):
         if not isinstance(part, str):
             continue
         if not _is_description(kind) or part not in kind.model_fields:
@@ -235,7 +245,7 @@ def _is_description(kind: Any) -> bool:
 
 
 def _inner(kind: Any) -> Any:
-    """The description inside `X | None` or `tuple[X, ...]`."""
-    while get_origin(kind) in (Union, UnionType, tuple):
+    """The description inside `X | None`, `tuple[X, ...]` or `Annotated[X, …]`; the first of several."""
+    while get_origin(kind) in (Union, UnionType, tuple, Annotated):
         kind = next(arg for arg in get_args(kind) if arg not in (type(None), Ellipsis))
     return kind

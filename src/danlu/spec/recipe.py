@@ -1,13 +1,31 @@
 """What to train: model, data, batch, optimiser, precision, steps."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from danlu.spec.description import Count, Description, Many
 from danlu.spec.model import Model
+from danlu.spec.own_model import OwnModel
+
+MODEL_KINDS = ("described", "own")
+"""The two ways to say a model: by its shape, or by what makes it."""
+
+
+def _model_kind(value: Any) -> str:
+    """Which of the two a table is meant to be, even if a setting is misspelt."""
+    if isinstance(value, dict):
+        own, described = set(OwnModel.model_fields), set(Model.model_fields)
+        return "own" if value.keys() & (own - described) else "described"
+    return "own" if isinstance(value, OwnModel) else "described"
+
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
+
+
+def has_experts(model: Model | OwnModel) -> bool:
+    """Whether a model has expert layers that Danlu spreads over ranks."""
+    return isinstance(model, Model) and model.moe is not None
 
 
 class Data(Description):
@@ -91,7 +109,7 @@ class Recipe(Description):
     name: str
     seed: int = Field(default=0, ge=0)
     steps: Count
-    model: Model
+    model: Annotated[Annotated[Model, Tag("described")] | Annotated[OwnModel, Tag("own")], Discriminator(_model_kind)]
     weights: str = ""
     """Folder of `danlu import hf` to start from, relative to the recipe; what `model` leaves out is taken from it."""
     data: Data
@@ -100,3 +118,9 @@ class Recipe(Description):
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def decoder(self) -> Model:
+        """The model's shape; only asked for where the model is described by it."""
+        assert isinstance(self.model, Model)
+        return self.model

@@ -110,7 +110,7 @@ def layers_are_for_the_stages(plan: Sourced[Plan]) -> Iterator[Problem]:
 
 def layers_fill_the_stages(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """There are layers enough for the stages."""
-    layers, value = recipe.value.model.layers, plan.value
+    layers, value = recipe.value.decoder.layers, plan.value
     if value.degrees.pp > 1 and value.stages > layers:
         per_rank = value.pipeline.stages_per_rank
         yield plan.problem(
@@ -123,7 +123,7 @@ def layers_fill_the_stages(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iter
 
 def layers_add_up(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """`pipeline.layers` places every layer once."""
-    layers, stages = recipe.value.model.layers, plan.value.pipeline.layers
+    layers, stages = recipe.value.decoder.layers, plan.value.pipeline.layers
     if plan.value.degrees.pp > 1 and stages and sum(stages) != layers:
         pipeline = plan.value.pipeline.model_copy(update={"layers": ()})
         even = [len(held) for held in plan.value.model_copy(update={"pipeline": pipeline}).stage_layers(layers)]
@@ -135,7 +135,7 @@ def layers_add_up(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Prob
 def tied_on_one_stage(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """A shared table cannot live on the first stage and on the last."""
     pp = plan.value.degrees.pp
-    if recipe.value.model.tied and pp > 1:
+    if recipe.value.decoder.tied and pp > 1:
         yield recipe.problem(
             "model.tied",
             f"is true, but with `degrees.pp` {pp} the embedding and the head live on different stages",

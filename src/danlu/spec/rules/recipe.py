@@ -20,7 +20,7 @@ def precision_names(model: Model) -> list[str]:
 
 def positions_reach(recipe: Sourced[Recipe]) -> Iterator[Problem]:
     """A learned position table has a row for every position of a sequence."""
-    model, length = recipe.value.model, recipe.value.batch.length
+    model, length = recipe.value.decoder, recipe.value.batch.length
     if model.position == "learned" and length > model.sequence:
         yield recipe.problem(
             "batch.length",
@@ -66,13 +66,13 @@ def decay_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
 
 def patterns_match(recipe: Sourced[Recipe]) -> Iterator[Problem]:
     """Every pattern of `precision.layers` matches a module."""
-    names = precision_names(recipe.value.model)
+    names = precision_names(recipe.value.decoder)
     for index, group in enumerate(recipe.value.precision.layers):
         if not any(fnmatchcase(name, group.match) for name in names):
             yield recipe.problem(
                 f"precision.layers[{index}].match",
                 f'is "{group.match}", which matches no module',
-                _other_pattern(group.match, recipe.value.model),
+                _other_pattern(group.match, recipe.value.decoder),
             )
 
 
@@ -100,11 +100,5 @@ def no_half_without_scaling(recipe: Sourced[Recipe]) -> Iterator[Problem]:
             )
 
 
-RECIPE_RULES: tuple[RecipeRule, ...] = (
-    positions_reach,
-    warmup_fits,
-    decay_is_read,
-    decay_fits,
-    patterns_match,
-    no_half_without_scaling,
-)
+RECIPE_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_read, decay_fits, no_half_without_scaling)
+DESCRIBED_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_reach, patterns_match)

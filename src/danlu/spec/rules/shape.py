@@ -25,7 +25,7 @@ def _tensor_widths(model: Model) -> dict[str, int]:
 
 def widths_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """Heads and feed-forward widths divide over `tp`; routed experts are not cut."""
-    tp, widths = plan.value.degrees.tp, _tensor_widths(recipe.value.model)
+    tp, widths = plan.value.degrees.tp, _tensor_widths(recipe.value.decoder)
     wrong = [f"`{name}` ({width})" for name, width in widths.items() if width % tp]
     if wrong:
         valid = closest_divisor(tp, gcd(*widths.values()))
@@ -34,7 +34,7 @@ def widths_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Prob
 
 def vocabulary_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """The embedding and the head are cut by rows of the vocabulary."""
-    tp, vocabulary = plan.value.degrees.tp, recipe.value.model.vocabulary
+    tp, vocabulary = plan.value.degrees.tp, recipe.value.decoder.vocabulary
     if vocabulary % tp:
         padded = -(-vocabulary // tp) * tp  # never fewer: the tokeniser's last tokens would have no row
         yield recipe.problem(
@@ -63,7 +63,7 @@ def _exchangeable(heads: int, kv_heads: int, cp: int) -> bool:
 
 def heads_exchange(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """Attention under context parallelism exchanges heads against positions."""
-    model, cp, tp = recipe.value.model, plan.value.degrees.cp, plan.value.degrees.tp
+    model, cp, tp = recipe.value.decoder, plan.value.degrees.cp, plan.value.degrees.tp
     if model.key_value_heads % tp:
         return  # `widths_divide` speaks of it
     heads, kv_heads = model.heads // tp, model.key_value_heads // tp
@@ -80,17 +80,17 @@ def heads_exchange(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Pro
 def experts_exist(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """Expert parallelism needs experts."""
     ep = plan.value.degrees.ep
-    if ep > 1 and not _has_experts(recipe.value.model):
+    if ep > 1 and not _has_experts(recipe.value.decoder):
         yield plan.problem(
             "degrees.ep",
-            f'is {ep}, but the model "{recipe.value.model.name}" has no expert layers',
+            f'is {ep}, but the model "{recipe.value.decoder.name}" has no expert layers',
             "ep = 1, or give the model a table [model.moe]",
         )
 
 
 def experts_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
     """Every rank of `ep` holds as many experts, and `ep` folds the ranks of `shard` × `cp` × `tp`."""
-    degrees, model = plan.value.degrees, recipe.value.model
+    degrees, model = plan.value.degrees, recipe.value.decoder
     if model.moe is None or not _has_experts(model):
         return
     ranks = degrees.shard * degrees.cp * degrees.tp

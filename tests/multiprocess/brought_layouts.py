@@ -1,0 +1,95 @@
+"""Layouts of modules that users bring, and the recipe they are trained with."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from brought import VOCABULARY
+
+from danlu.spec.own_model import OwnModel, TensorStyle
+from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.recipe import Batch, Data, Optimizer, Recipe, Schedule
+
+STEPS = 5
+
+MAP: dict[str, TensorStyle] = {
+    "token": "table",
+    "layers.*.[qkv]": "column",
+    "layers.*.out": "row",
+    "layers.*.up": "column",
+    "layers.*.down": "row",
+    "score": "column",
+}
+"""How `PlainModel` is shared; its scores stay split, as the loss of a recipe can take them."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    name: str
+    factory: str
+    plan: Plan
+    arguments: dict[str, Any] = field(default_factory=dict)
+    tensor: dict[str, TensorStyle] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        return "-".join([self.factory, *(f"{key}={value}" for key, value in sorted(self.arguments.items()))])
+
+
+def _layout(name: str, factory: str = "PlainModel", microbatches: int = 1, **settings: Any) -> Brought:
+    pipeline = Pipeline(**settings.pop("pipeline", {}))
+    degrees = Degrees(**{axis: settings.pop(axis) for axis in ("pp", "replicate", "shard", "tp") if axis in settings})
+    brought = {key: settings.pop(key) for key in ("arguments", "tensor") if key in settings}
+    plan = Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
+    return Brought(name, factory, plan, **brought)
+
+
+ZBV = {"schedule": "zbv", "stages_per_rank": 2}
+INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2}
+LAYOUTS = [
+    _layout("one rank"),
+    _layout("recompute", recompute="full"),
+    _layout("compile", compile=True),
+    _layout("tied", arguments={"tied": True}),
+    _layout("llama", "llama"),
+    _layout("shard 2", shard=2),
+    _layout("shard 2, tied", shard=2, arguments={"tied": True}),
+    _layout("replicate 2, accumulate 2", replicate=2, microbatches=2),
+    _layout("shard 2, selective recompute", shard=2, recompute="selective"),
+    _layout("shard 2, compile", shard=2, compile=True),
+    _layout("tp 2", tp=2, tensor=MAP),
+    _layout("pp 2", pp=2, microbatches=2),
+    _layout("pp 2 interleaved", pp=2, microbatches=2, pipeline=INTERLEAVED, recompute="full"),
+    _layout("pp 2 zbv", pp=2, microbatches=4, pipeline=ZBV),
+    _layout("llama shard 2", "llama", shard=2),
+    _layout("llama tp 2, its own plan", "llama", tp=2),
+    _layout("llama pp 2", "llama", pp=2, microbatches=2),
+    _layout("llama pp 2, recompute", "llama", pp=2, microbatches=2, recompute="full"),
+    _layout("llama shard 2, tied", "llama", shard=2, arguments={"tie_word_embeddings": True}),
+    _layout("qwen3 tp 2, its own plan", "qwen3", tp=2),
+    _layout("replicate 2, shard 2", replicate=2, shard=2),
+    _layout("shard 2, tp 2", shard=2, tp=2, tensor=MAP),
+    _layout("pp 2, shard 2", pp=2, shard=2, microbatches=2),
+    _layout("llama pp 2, tp 2", "llama", pp=2, tp=2, microbatches=2),
+    _layout("qwen3 shard 2, tp 2, recompute", "qwen3", shard=2, tp=2, recompute="full"),
+]
+
+
+def recipe(layout: Brought, shards: str) -> Recipe:
+    model = OwnModel(
+        factory=f"brought:{layout.factory}",
+        path=str(Path(__file__).parent),
+        arguments=layout.arguments,
+        vocabulary=VOCABULARY,
+        tensor=layout.tensor,
+    )
+    return Recipe(
+        name="brought",
+        seed=7,
+        steps=STEPS,
+        model=model,
+        data=Data(shards=shards),
+        batch=Batch(sequences=8, length=32),
+        optimizer=Optimizer(learning_rate=1e-3, epsilon=1e-5),
+        schedule=Schedule(kind="constant"),
+    )

@@ -1,0 +1,188 @@
+"""Modules that users bring: what is found in them, and what is said when an axis needs more than they offer."""
+
+from pathlib import Path
+from typing import Any
+
+import made_modules
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from danlu.framework.own.anatomy import dissect
+from danlu.framework.own.blueprint import BroughtModel, materialise
+from danlu.framework.own.factory import OwnModelError, make, make_empty
+from danlu.framework.own.rehearsal import rehearse
+from danlu.framework.weigh import weigh
+from danlu.framework.weights import load_weights, open_weights
+from danlu.memory.recompute import Region, apply_recompute
+from danlu.spec.own_model import OwnModel
+from danlu.spec.plan import Degrees, Plan
+from danlu.spec.problem import SpecError
+from danlu.spec.recipe import Batch, Data, LayerPrecision, Precision, Recipe
+
+HERE = str(Path(__file__).parent)
+
+
+def own(name: str, **settings: Any) -> OwnModel:
+    return OwnModel(factory=f"made_modules:{name}", path=HERE, vocabulary=made_modules.VOCABULARY, **settings)
+
+
+def recipe(model: OwnModel, **settings: Any) -> Recipe:
+    return Recipe(
+        name="own", steps=1, model=model, data=Data(shards="none"), batch=Batch(sequences=4, length=6), **settings
+    )
+
+
+def brought(name: str, plan: Plan | None = None, **settings: Any) -> BroughtModel:
+    return BroughtModel(recipe(own(name, **settings)), plan or Plan())
+
+
+PIPELINE = Plan(degrees=Degrees(pp=2), microbatches=2)
+TENSOR = Plan(degrees=Degrees(tp=2))
+
+WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
+    "no such module": ("made_modulez", Plan(), {"factory": "made_modulez:Chain"}, r"model\.factory.*made_modulez"),
+    "no such function": ("Chian", Plan(), {}, r"model\.factory.*Chian.*not found"),
+    "not a module": ("not_a_module", Plan(), {}, r"returned str, but must return an nn\.Module"),
+    "not callable": ("VOCABULARY", Plan(), {}, r"is int, but must be callable"),
+    "other scores": ("Pair", Plan(), {}, r"returns dict, but must return a tensor of scores"),
+    "other vocabulary": ("Chain", Plan(), {"vocabulary": 17}, r"model\.vocabulary.*\[4, 6, 17\].*\[4, 6, 16\]"),
+    "no such list": ("Chain", Plan(), {"blocks": "layer"}, r"model\.blocks.*did you mean `layers`"),
+    "recompute without layers": ("NoLayers", Plan(recompute="full"), {}, r"recompute.*nn\.ModuleList"),
+    "compile without layers": ("NoLayers", Plan(compile=True), {}, r"compile.*nn\.ModuleList"),
+    "pipeline without layers": ("NoLayers", PIPELINE, {}, r"degrees\.pp.*nn\.ModuleList"),
+    "pipeline of few layers": ("Chain", Plan(degrees=Degrees(pp=8), microbatches=8), {}, r"8 stages.*4 layers"),
+    "pipeline around layers": ("SkipsAround", PIPELINE, {}, r"no chain: layer layers\.1 was not given"),
+    "pipeline past a layer": ("SkipsLayer", PIPELINE, {}, r"no chain: 3 of its 4 layers were called"),
+    "pipeline and a loose parameter": ("LooseParameter", PIPELINE, {}, r"parameter `shift`.*module of its own"),
+    "pipeline of tied ends": ("Tied", PIPELINE, {}, r"`token\.weight` and `score\.weight` are one parameter"),
+    "no map": ("Chain", TENSOR, {}, r"degrees\.tp.*nothing says.*\[model\.tensor\]"),
+    "pattern without modules": (
+        "Chain",
+        TENSOR,
+        {"tensor": {"layers.*.upp": "column"}},
+        r"did you mean `layers\.0\.up`",
+    ),
+    "odd outputs": (
+        "Chain",
+        Plan(degrees=Degrees(tp=3)),
+        {"tensor": {"layers.*.up": "column"}},
+        r"tp.*3, but must divide the 16 outputs",
+    ),
+    "other matrix": (
+        "OtherMatrix",
+        TENSOR,
+        {"tensor": {"score": "column"}},
+        r"Bilinear, not nn\.Embedding or nn\.Linear",
+    ),
+    "row of a table": ("Chain", TENSOR, {"tensor": {"token": "row"}}, r"Embedding, not nn\.Linear"),
+    "pipeline of what cannot be seen": ("Uncountable", PIPELINE, {}, r"degrees\.pp.*cannot be seen: DataDependent"),
+    "a plan with other styles": ("mixtral", TENSOR, {}, r"tp_plan.*MixtralForCausalLM.*packed_colwise"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not run on tensors without memory")
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_missing_is_said(case: str) -> None:
+    name, plan, settings, message = WRONG[case]
+    model = own(name).model_copy(update=settings)
+    with pytest.raises(OwnModelError, match=message) as raised:
+        BroughtModel(recipe(model), plan)
+    assert raised.value.suggestion
+
+
+def test_a_module_that_looks_at_values_is_trained_without_a_rehearsal() -> None:
+    with pytest.warns(RuntimeWarning, match="does not run on tensors without memory"):
+        model = brought("Uncountable")
+    part = model.part(0)
+    materialise(part, torch.device("cpu"))
+    assert part(torch.arange(6)[None]).shape == (1, 6, made_modules.VOCABULARY)
+    with pytest.warns(RuntimeWarning, match="6 FLOPs a parameter"):
+        size, work = weigh(recipe(own("Uncountable")))
+    assert work == 6 * size
+
+
+def test_a_pattern_of_precision_that_matches_nothing_is_said() -> None:
+    layers = (LayerPrecision(match="blocks.0", compute="bf16"),)
+    with pytest.raises(OwnModelError, match=r"matches no module.*layers\.0"):
+        BroughtModel(recipe(own("Chain"), precision=Precision(layers=layers)), Plan())
+
+
+def test_layers_and_what_is_around_them_are_found() -> None:
+    anatomy = dissect(make_empty(own("Chain")))
+    assert (anatomy.container, len(anatomy.blocks)) == ("layers", 4)
+    assert anatomy.outside == ("token", "score")
+    seen = rehearse(own("Chain"), anatomy, sequences=2, length=3)
+    assert list(seen.before) == ["token"]
+    assert seen.after == ["score"]
+    assert [tuple(stream.shape) for stream in seen.streams] == [(2, 3, 8)] * 5
+
+
+def test_parameters_take_no_memory_and_ties_stay() -> None:
+    empty = make_empty(own("Tied"))
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty.get_parameter("score.weight") is empty.get_parameter("token.weight")
+    materialise(empty, torch.device("cpu"))
+    assert empty.get_parameter("score.weight") is empty.get_parameter("token.weight")
+    assert not any(parameter.is_meta for parameter in empty.parameters())
+
+
+def test_stages_of_a_pipeline_make_up_the_whole() -> None:
+    """Every stage by itself, one after the other, is the module."""
+    made, plan = make(own("Chain")), Plan(degrees=Degrees(pp=4), microbatches=4)
+    model = brought("Chain", plan)
+    parts = [model.part(stage) for stage in range(4)]
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in made.named_parameters()), "every parameter on one stage"
+    tokens = torch.arange(6)[None]
+    stream = tokens
+    for part in parts:
+        materialise(part, torch.device("cpu"))
+        part.load_state_dict({name: made.state_dict()[name] for name in part.state_dict()})
+        stream = part(stream)
+    assert torch.equal(stream, made(tokens))
+
+
+def test_recompute_draws_the_same_dropout_again() -> None:
+    plain, again = make(own("Chain", arguments={"dropout": 0.5})), make(own("Chain", arguments={"dropout": 0.5}))
+    again.load_state_dict(plain.state_dict())
+    apply_recompute((Region(layer, draws=True) for layer in again.get_submodule("layers").children()), "full")
+    tokens = torch.arange(12).view(2, 6)
+    for module in (plain, again):
+        torch.manual_seed(3)
+        module(tokens).square().sum().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_size_and_work_are_counted_from_the_module() -> None:
+    size, work = weigh(recipe(own("Chain")))
+    made = make(own("Chain"))
+    assert size == sum(parameter.numel() for parameter in made.parameters())
+    matrices = 4 * (2 * 8 * 16) + 8 * made_modules.VOCABULARY
+    assert work == 6 * matrices
+
+
+def test_weights_are_read_under_the_names_of_the_module(tmp_path: Path) -> None:
+    made, model = make(own("Chain")), brought("Chain")
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    part = model.part(0)
+    materialise(part, torch.device("cpu"))
+    load_weights([part], own("Chain"), tmp_path)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in part.state_dict().items())
+    with pytest.raises(SpecError, match=r"layers\.4\.up\.weight: is missing"):
+        open_weights(tmp_path, own("Chain", arguments={"layers": 5}))
+
+
+def test_a_misspelt_setting_of_an_own_model_is_found(tmp_path: Path) -> None:
+    from danlu.spec.load import load_recipe
+
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        'name = "x"\nsteps = 1\n[model]\nfactry = "a:b"\nvocabulary = 4\narguments = {}\n'
+        '[data]\nshards = "x"\n[batch]\nsequences = 1\nlength = 1\n'
+    )
+    with pytest.raises(SpecError, match=r"recipe.toml:4: model.factry: is not a setting\n.*did you mean `factory`"):
+        load_recipe(file)
