@@ -1,9 +1,10 @@
-"""Make the pictures of the documentation anew: run the quickstart in a terminal, and photograph it and its page.
+"""Make the pictures of the documentation anew, or only those that are named.
 
-    python docs/pictures/make.py
+    python docs/pictures/make.py [quickstart] [dryrun]
 
-Needs tmux, chromium, and a machine with nothing else to do. Takes about two minutes; leaves `train.svg` and
-`report.png` beside itself.
+`quickstart` runs the quickstart in a terminal and photographs it and its page (`train.svg`, `report.png`); it needs
+tmux, and a machine with nothing else to do for two minutes. `dryrun` photographs the page of a dry run
+(`dryrun-page.png`), which takes some minutes more. Both need chromium.
 """
 
 import os
@@ -31,28 +32,61 @@ COLUMNS, ROWS = 86, 8
 SHUTTER = 120
 """Step at which the terminal is photographed: the bar is half full and the loss has moved."""
 PAGE = (1100, 1045)
-"""Pixels of the page that are shown: down to the second row of curves."""
+"""Pixels of a run's page that are shown: down to the second row of curves."""
+DRYRUN_PAGE = (1100, 1480)
+"""Pixels of a dry run's page that are shown: down to the memory of the first rank."""
+DRYRUN_PLAN = """\
+microbatches = 8
+recompute = "full"
+
+[degrees]
+pp = 4
+replicate = 4
+shard = 32
+tp = 8
+"""
+DRYRUN_RANKS = "0,1024,2048,3072"
+"""One at every place of the pipeline."""
 PATIENCE = 900.0
 """Seconds: an idle machine takes one minute, a busy one many."""
 
 
 def main() -> None:
-    """Make both pictures."""
-    for program in ("tmux", "chromium"):
+    """Make the pictures that are asked for."""
+    makers = {"quickstart": quickstart, "dryrun": dryrun}
+    names = sys.argv[1:] or list(makers)
+    for name in names:
+        if name not in makers:
+            sys.exit(f"pictures must be among {', '.join(makers)}, but one is {name}")
+    for program in ["chromium"] + ["tmux"] * ("quickstart" in names):
         if shutil.which(program) is None:
             sys.exit(f"{program} must be installed, but is not: apt-get install {program}")
-    with tempfile.TemporaryDirectory(prefix="danlu-") as name:
-        folder = Path(name)
-        shutil.copytree(ROOT / "recipes", folder / "recipes")
-        run = RunFolder(folder / "runs" / "quickstart")
-        build(["python-stdlib"], folder / "shards" / "python-stdlib", BytesTokenizer())
-        with Terminal(folder) as terminal:
-            terminal.type(COMMAND)
-            wait_for(lambda: any(isinstance(e, StepReport) and e.step >= SHUTTER for e in run.read_events()))
-            (HERE / "train.svg").write_text(terminal.picture(), encoding="utf-8")
-            wait_for(lambda: any(isinstance(e, Ended) for e in run.read_events()))
-            wait_for(run.report.exists)
-        photograph(run.report, HERE / "report.png")
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="danlu-") as folder:
+            shutil.copytree(ROOT / "recipes", Path(folder) / "recipes")
+            makers[name](Path(folder))
+
+
+def quickstart(folder: Path) -> None:
+    """The first run in its terminal, and its page."""
+    run = RunFolder(folder / "runs" / "quickstart")
+    build(["python-stdlib"], folder / "shards" / "python-stdlib", BytesTokenizer())
+    with Terminal(folder) as terminal:
+        terminal.type(COMMAND)
+        wait_for(lambda: any(isinstance(e, StepReport) and e.step >= SHUTTER for e in run.read_events()))
+        (HERE / "train.svg").write_text(terminal.picture(), encoding="utf-8")
+        wait_for(lambda: any(isinstance(e, Ended) for e in run.read_events()))
+        wait_for(run.report.exists)
+    photograph(run.report, HERE / "report.png", PAGE)
+
+
+def dryrun(folder: Path) -> None:
+    """The page of a large model on 4,096 ranks."""
+    (folder / "plan.toml").write_text(DRYRUN_PLAN, encoding="utf-8")
+    command = [sys.executable, "-m", "danlu", "dryrun", "recipes/llama3-70b.toml", "--plan", "plan.toml"]
+    command += ["--cluster", "h100-pod", "--ranks", DRYRUN_RANKS, "--page", "dryrun.html"]
+    subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    photograph(folder / "dryrun.html", HERE / "dryrun-page.png", DRYRUN_PAGE)
 
 
 class Terminal:
@@ -93,12 +127,12 @@ class Terminal:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def photograph(page: Path, picture: Path) -> None:
+def photograph(page: Path, picture: Path, size: tuple[int, int]) -> None:
     """Let a browser without a window draw a page."""
     quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", *quiet]
-        command += [f"--user-data-dir={profile}", "--hide-scrollbars", f"--window-size={PAGE[0]},{PAGE[1]}"]
+        command += [f"--user-data-dir={profile}", "--hide-scrollbars", f"--window-size={size[0]},{size[1]}"]
         command += [f"--screenshot={picture}", page.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 

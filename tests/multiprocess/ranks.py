@@ -23,7 +23,8 @@ def free_port() -> int:
 def run_ranks(script: Path, world: int, *arguments: str, seconds: float) -> None:
     """Run `script rank world port …` once a rank; fails with the output of the first rank that failed."""
     port = str(free_port())
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    paths = [str(script.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     quiet = ["-W", "error", *(word for message in TORCH_WARNS_ITSELF for word in ("-W", f"ignore:{message}"))]
     ranks = [
         subprocess.Popen(

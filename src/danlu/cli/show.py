@@ -1,15 +1,14 @@
 """`danlu show`: one run in a table, and its page in the browser."""
 
 import json
-import os
-import sys
-import webbrowser
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from danlu.cli.browser import open_in_browser
 
 
 def show(
@@ -32,25 +31,5 @@ def show(
         typer.echo(json.dumps(asdict(summarise(found)) | {"page": str(page)}, indent=2))
         return
     Console().print(summary_table(found))
-    if not open_page:
-        return
-    reason = _why_no_browser()
-    if not reason and not webbrowser.open(page.resolve().as_uri()):
-        reason = "the browser did not start"
-    if reason:
-        typer.echo(f"The page was not opened, because {reason}: {page}")
-
-
-def _why_no_browser() -> str:
-    """Why a page cannot be shown here; empty when it can."""
-    if not sys.stdout.isatty():
-        return "the output is not a terminal"
-    # Without a display the module would start a text browser, which shows no picture.
-    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if not has_display and not os.environ.get("BROWSER"):
-        return "there is no display"
-    try:
-        webbrowser.get()
-    except webbrowser.Error:
-        return "there is no browser"
-    return ""
+    if open_page:
+        open_in_browser(page)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _OPERATIONS = {
@@ -52,29 +51,23 @@ class Call:
         return self.group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
 
 
-class CollectiveRecorder(TorchDispatchMode):
-    """Keeps every collective that is called while it is entered."""
+def is_collective(func: Any) -> bool:
+    """Whether an operator talks to other ranks (or waits for them)."""
+    return func.namespace in ("c10d", "_c10d_functional")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._record(func, args)
-        return func(*args, **(kwargs or {}))
-
-    def _record(self, func: Any, args: tuple[Any, ...]) -> None:
-        name = func._schema.name.split("::")[1]
-        if name in _NO_TRAFFIC:
-            return
-        if name not in _OPERATIONS:
-            raise UnknownCollectiveError(f"collective {func} must be one of {', '.join(_OPERATIONS)} to be recorded")
-        given = args[1] if name in _SENDS_SECOND else args[0]
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        self.calls.append(Call(_OPERATIONS[name], dtype, size, _group(args)))
+def recorded_call(func: Any, args: tuple[Any, ...]) -> Call | None:
+    """The collective that an operator is with these arguments; None for one that only waits."""
+    name = func._schema.name.split("::")[1]
+    if name in _NO_TRAFFIC:
+        return None
+    if name not in _OPERATIONS:
+        raise UnknownCollectiveError(f"collective {func} must be one of {', '.join(_OPERATIONS)} to be recorded")
+    given = args[1] if name in _SENDS_SECOND else args[0]
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    return Call(_OPERATIONS[name], dtype, size, _group(args))
 
 
 def _group(args: tuple[Any, ...]) -> ProcessGroup:

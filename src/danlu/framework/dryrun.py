@@ -1,5 +1,7 @@
 """The dry run: `build` and one whole step of any rank of any world, in one process, without memory or network."""
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
@@ -10,22 +12,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._utils import InferenceMode
 
-from danlu.comm.fake import join_fake
+from danlu.comm.fake import join_fake, transfers_pending
 from danlu.comm.join import leave
 from danlu.comm.mesh import Mesh, build_mesh
-from danlu.comm.record import Call, CollectiveRecorder
+from danlu.comm.record import Call
+from danlu.framework.accumulate import Accumulation
 from danlu.framework.build import ForwardBackward, build
-from danlu.framework.measures import reduce_measures
+from danlu.framework.measures import even_experts, reduce_measures
 from danlu.framework.moe import LocalExchange
+from danlu.framework.operators import written_signature
+from danlu.framework.recording import Record, StepRecorder, without_layer
 from danlu.framework.state import TrainState
+from danlu.framework.whereabouts import Whereabouts
 from danlu.memory.live import LiveBytes
+from danlu.memory.timeline import Context, instants
 from danlu.parallel.expert import ExpertExchange
 from danlu.parallel.norm import clip
 from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
-from danlu.spec.plan import Plan
+from danlu.spec.plan import DENSE_AXES, Plan
 from danlu.spec.recipe import Recipe, has_experts
-from danlu.spec.trace import Collective, Trace
+from danlu.spec.trace import Collective, Operator, Trace
 
 
 class NotYetDryError(RuntimeError):
@@ -33,7 +40,7 @@ class NotYetDryError(RuntimeError):
 
 
 def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Trace:
-    """Run one optimiser step as rank `rank` of the plan's world, and say what it sends and holds."""
+    """Run one optimiser step as rank `rank` of the plan's world, and say what it computes, sends and holds."""
     if plan.compile:
         raise NotYetDryError(
             "`compile` must be false for a dry run, but is true: compiled code does not run on fake tensors; what a "
@@ -42,57 +49,108 @@ def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> T
     join_fake(rank, plan.degrees.world)
     try:
         mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
-        return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
+        with transfers_pending():
+            return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
         leave()
 
 
 def trace_step(
-    recipe: Recipe, mesh: Mesh, cluster: Cluster | None, fake: AbstractContextManager[object] | None = None
+    recipe: Recipe,
+    mesh: Mesh,
+    cluster: Cluster | None,
+    fake: AbstractContextManager[object] | None = None,
+    warm_up: int = 0,
+    even: bool = True,
 ) -> Trace:
-    """Build a rank and record its second step: by then the optimiser has its states, and FSDP its buffers.
+    """Build a rank and record one of its steps; the optimiser has its states from the start.
 
-    Without `fake` the same is done on real tensors and the real ranks of this world, for comparison.
+    Without `fake` the same is done on real tensors and the real ranks of this world, for comparison: after steps of
+    `warm_up`, and with experts loaded as their router wants if they need not be loaded `even`ly.
     """
-    live, recorder = LiveBytes(), CollectiveRecorder()
+    started = time.perf_counter()
+    live = LiveBytes()
+    recorder = StepRecorder(live)
     with ExitStack() as tensors:
-        state, forward_backward = build(recipe, mesh.plan, mesh, _entered(tensors, fake or nullcontext(), live))
+        state, forward_backward = build(recipe, mesh.plan, mesh, _entered(tensors, fake or nullcontext(), recorder))
         if fake is not None:
             _skip_vote(forward_backward)
+        if even:
             _route_evenly(state)
-        live.mark(state.parameters(), "parameters")
-        _step(recipe, state, forward_backward, mesh)
-        live.mark(_optimizer_tensors(state), "optimiser")
-        live.reset_peak()
-        with recorder:
-            _step(recipe, state, forward_backward, mesh)
-        return _trace(mesh, cluster, recorder, live)
+        _claim_states(live, state)
+        for _ in range(warm_up):
+            _step(recipe, state, forward_backward, mesh, None)
+        where = Whereabouts(state.parts, live)
+        _follow_loss(forward_backward, where)
+        recorder.start(where)
+        with where.followed():
+            _step(recipe, state, forward_backward, mesh, where)
+        return _trace(mesh, cluster, recorder.record, live, where, time.perf_counter() - started)
 
 
-def _step(recipe: Recipe, state: TrainState, forward_backward: ForwardBackward, mesh: Mesh) -> None:
+def _step(
+    recipe: Recipe, state: TrainState, forward_backward: ForwardBackward, mesh: Mesh, where: Whereabouts | None
+) -> None:
     """One step as the loop takes it, but for the figures that fake tensors do not have."""
     loss = forward_backward(*_batch(recipe, mesh))
+    if where is not None:
+        where.optimising = True
+        where.claim_gradients(state.parameters())
     reduce_measures(state, mesh, loss, memory=0, stop=False)
     clip(state.parameters(), norm=2.0, largest=1.0)
     state.update(recipe.optimizer.learning_rate)
+    even_experts(state)
     state.advance(recipe.batch.sequences)
 
 
-def _trace(mesh: Mesh, cluster: Cluster | None, recorder: CollectiveRecorder, live: LiveBytes) -> Trace:
+def _trace(
+    mesh: Mesh, cluster: Cluster | None, record: Record, live: LiveBytes, where: Whereabouts, seconds: float
+) -> Trace:
     """What was recorded, with calls that are alike counted together in the order of their first."""
-    counts: dict[tuple[str, str, int, str, int, str], int] = {}
-    for call in recorder.calls:
-        key = (call.operation, call.dtype, call.size, call.axes, call.group.size(), _level(call, cluster))
-        counts[key] = counts.get(key, 0) + 1
+    degrees = mesh.plan.degrees
+    changes, at, contexts = live.entries()
+    memory, peak = instants(changes.cumsum(axis=0), at, where.contexts, contexts)
+    axes = [*DENSE_AXES, *(["ep"] if degrees.ep > 1 else [])]
     return Trace(
         rank=mesh.rank,
-        world=mesh.plan.degrees.world,
-        collectives=tuple(
-            Collective(operation=o, dtype=d, size=s, axes=a, ranks=n, level=level, count=count)
-            for (o, d, s, a, n, level), count in counts.items()
-        ),
-        peak=live.peak_total,
-        peak_by_kind={kind: size for kind, size in live.peak.items() if size},
+        world=degrees.world,
+        place={axis: mesh.place[axis] for axis in axes},
+        stands_for=degrees.stage,
+        collectives=_collectives(record.calls, cluster),
+        operators=_operators(record, where.contexts),
+        memory=memory,
+        peak=peak,
+        seconds=seconds,
+    )
+
+
+def _collectives(calls: list[Call], cluster: Cluster | None) -> tuple[Collective, ...]:
+    counts = Counter(
+        (call.operation, call.dtype, call.size, call.axes, call.group.size(), _level(call, cluster)) for call in calls
+    )
+    return tuple(
+        Collective(operation=operation, dtype=dtype, size=size, axes=axes, ranks=ranks, level=level, count=count)
+        for (operation, dtype, size, axes, ranks, level), count in counts.items()
+    )
+
+
+def _operators(record: Record, contexts: list[Context]) -> tuple[Operator, ...]:
+    counts: Counter[tuple[object, ...]] = Counter()
+    for key, count in record.operators.items():
+        phase, module, _ = contexts[key.context]
+        counts[key.name, phase, without_layer(module), key.inputs, key.outputs, key.flops, key.bytes] += count
+    return tuple(
+        Operator(
+            name=name,
+            phase=phase,
+            module=module,
+            inputs=tuple(map(written_signature, inputs)),
+            outputs=tuple(map(written_signature, outputs)),
+            flops=flops,
+            bytes=moved,
+            count=count,
+        )
+        for (name, phase, module, inputs, outputs, flops, moved), count in counts.items()
     )
 
 
@@ -103,8 +161,20 @@ def _batch(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, Tensor]:
     return tokens, tokens.clone()
 
 
-def _optimizer_tensors(state: TrainState) -> list[Tensor]:
-    return [value for held in state.optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+def _claim_states(live: LiveBytes, state: TrainState) -> None:
+    for name, tensor in state.tensors().items():
+        live.claim([tensor], "parameters" if name.startswith("model.") else "optimiser")
+    for part in state.parts:
+        live.claim(part.buffers(), "parameters")
+
+
+def _follow_loss(forward_backward: ForwardBackward, where: Whereabouts) -> None:
+    """Give the loss a name of its own: it is no module, but its scores are often the largest activation."""
+    if isinstance(forward_backward, Pipeline):
+        loss = forward_backward.schedule._loss_fn
+        forward_backward.schedule._loss_fn = where.inside("loss", loss) if loss else None
+    elif isinstance(forward_backward, Accumulation):
+        forward_backward.loss = where.inside("loss", forward_backward.loss)
 
 
 def _level(call: Call, cluster: Cluster | None) -> str:

@@ -1,101 +1,111 @@
-"""Live bytes while a program runs, real or fake: what is held, and what was held at the peak."""
+"""Live bytes while a program runs, real or fake: every allocation and release in order, and what each was for."""
 
 import weakref
-from collections import Counter
+from array import array
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-OTHER = "activations and gradients"
-GATHERED = "gathered parameters"
-COMMUNICATION = "communication buffers"
+from danlu.spec.trace import KINDS, Kind
+
+_CLAIMS: tuple[Kind, ...] = ("activations", "communication", "gradients", "gathered", "optimiser", "parameters")
+"""From the weakest claim on a storage to the strongest: a buffer of a collective that becomes a gradient is one."""
+_STRENGTH = {kind: strength for strength, kind in enumerate(_CLAIMS)}
+_COLUMN = np.array([KINDS.index(kind) for kind in _CLAIMS])
+_ACTIVATIONS, _GATHERED = _STRENGTH["activations"], _STRENGTH["gathered"]
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every tensor storage that is alive, by what it is for.
+class LiveBytes:
+    """A book of every tensor storage that is alive, and of every byte that came or went.
 
-    Storages are seen when an operator returns them; FSDP frees and refills the storages of gathered
-    parameters in place, which is seen by standing in the way of `UntypedStorage.resize_`.
+    Storages are entered with `see`; their end is noticed by itself. FSDP frees and refills the storages of gathered
+    parameters in place, which is seen by standing in the way of `UntypedStorage.resize_` while the book is open.
+    What a storage is for is often known only later (a product of two matrices turns out to be a gradient), so kinds
+    belong to storages, not to entries, and hold for a storage's whole life.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self.peak_total = 0
-        self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, str]] = {}
+        self.at = 0
+        """Operators that ran so far; written beside every entry."""
+        self.context = 0
+        """What runs now, as a number that the owner of the book understands; written beside every entry."""
+        self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._sizes: list[int] = []
+        self._claims = bytearray()
+        self._entries = tuple(array("q") for _ in range(4))
         self._resize = UntypedStorage.resize_
-
-    @property
-    def total(self) -> int:
-        """Bytes alive now."""
-        return sum(self.now.values())
-
-    def reset_peak(self) -> None:
-        """Forget the peak so far: what is alive now is the new one."""
-        self.peak_total, self.peak = self.total, self.now.copy()
-
-    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what tensors are for."""
-        for tensor in tensors:
-            self._see(_local(tensor), kind)
 
     def __enter__(self) -> "LiveBytes":
         live, resize = self, self._resize
 
         def watched(storage: UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            live._count(storage, GATHERED)
+            live._resized(storage)
             return result
 
         UntypedStorage.resize_ = watched  # type: ignore[method-assign,assignment]
-        super().__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
         UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        talks = func.namespace in ("c10d", "_c10d_functional")
-        for leaf in tree_leaves((args, result) if talks else result):
-            if isinstance(leaf, Tensor):
-                self._see(_local(leaf), COMMUNICATION if talks else None)
-        return result
+    def restart(self) -> None:
+        """Forget the past: what is alive now is the first entry of a new book."""
+        self.at = 0
+        self._entries = tuple(array("q") for _ in range(4))
+        for _, number in self._known.values():
+            self._enter(number, self._sizes[number])
 
-    def _see(self, tensor: Tensor, kind: str | None) -> None:
+    def see(self, tensor: Tensor) -> int:
+        """Enter the storage of a tensor, if it is new; its number in the book."""
         storage = tensor.untyped_storage()
         known = self._known.get(id(storage))
-        if known is None:
-            self._count(storage, kind or OTHER)
-        elif kind is not None and known[2] in (OTHER, COMMUNICATION):
-            self._count(storage, kind)
+        return known[1] if known is not None else self._begin(storage)
 
-    def _count(self, storage: UntypedStorage, kind: str) -> None:
-        """Enter a storage, or its new size or purpose."""
-        key, size = id(storage), storage.nbytes()
-        if known := self._known.get(key):
-            self.now[known[2]] -= known[1]
-            reference = known[0]
-        else:
-            reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._known[key] = (reference, size, kind)
-        self.now[kind] += size
-        if (total := self.total) > self.peak_total:
-            self.peak_total, self.peak = total, self.now.copy()
+    def claim(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Say what tensors are for; a stronger claim than this one stays."""
+        strength = _STRENGTH[kind]
+        for tensor in tensors:
+            number = self.see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+            if self._claims[number] < strength:
+                self._claims[number] = strength
 
-    def _forget(self, key: int) -> None:
-        _, size, kind = self._known.pop(key)
-        self.now[kind] -= size
+    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Every entry since the start: change of bytes by kind (a column each, in the order of `KINDS`), `at`, `context`."""
+        numbers, changes, at, contexts = (np.array(column, dtype=np.int64) for column in self._entries)
+        by_kind = np.zeros((len(changes), len(KINDS)), dtype=np.int64)
+        claims = np.frombuffer(bytes(self._claims), dtype=np.uint8)
+        by_kind[np.arange(len(changes)), _COLUMN[claims[numbers]]] = changes
+        return by_kind, at, contexts
 
+    def _begin(self, storage: UntypedStorage) -> int:
+        number, key = len(self._sizes), id(storage)
+        self._sizes.append(storage.nbytes())
+        self._claims.append(_ACTIVATIONS)
+        self._known[key] = (weakref.ref(storage, lambda _: self._end(key)), number)
+        self._enter(number, self._sizes[number])
+        return number
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    def _resized(self, storage: UntypedStorage) -> None:
+        known = self._known.get(id(storage))
+        number = known[1] if known is not None else self._begin(storage)
+        self._claims[number] = max(self._claims[number], _GATHERED)
+        size = storage.nbytes()
+        self._enter(number, size - self._sizes[number])
+        self._sizes[number] = size
+
+    def _end(self, key: int) -> None:
+        _, number = self._known.pop(key)
+        self._enter(number, -self._sizes[number])
+
+    def _enter(self, number: int, change: int) -> None:
+        if change:
+            for column, value in zip(self._entries, (number, change, self.at, self.context), strict=True):
+                column.append(value)

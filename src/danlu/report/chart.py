@@ -81,6 +81,14 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
+def binary_unit(most: float) -> float:
+    """The largest of B, KiB, MiB, … that a number of bytes is at least two of: what its axis counts in."""
+    unit = 1.0
+    while most >= 2 * 1024 * unit:
+        unit *= 1024
+    return unit
+
+
 def decades(low: float, high: float) -> list[float]:
     """Round values within `low` to `high` for a logarithmic scale: powers of ten, and more between them if need be."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
@@ -306,3 +314,23 @@ def _answers(curve: Curve, pieces: Sequence[Sequence[Point]]) -> str:
     """For every drawn point its step and how its value is written, in the order of the path."""
     pairs = (f'[{step:.0f},"{escape(curve.text(value))}"]' for piece in pieces for step, value in piece)
     return f"[{','.join(pairs)}]"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a bar."""
+
+    tone: str
+    """Its class in the page's style, which colours it."""
+    value: float
+    title: str
+
+
+def bar(parts: Sequence[Part], full: float) -> str:
+    """Pieces side by side, as wide as their share of `full`; what is there is never too thin to see."""
+    pieces = "".join(
+        f'<i class="{part.tone}" style="width:{part.value / full:.2%}" title="{escape(part.title)}"></i>'
+        for part in parts
+        if part.value > 0
+    )
+    return f'<div class="bar">{pieces}</div>'

@@ -1,27 +1,19 @@
 """One self-contained page that shows a run: no library, no network, complete without a script."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from html import escape
-from importlib.resources import files
 from math import nan
 from pathlib import Path
 from typing import TypeVar
 
-from danlu import __version__
 from danlu.report import wording
-from danlu.report.chart import Curve, Marks, draw
+from danlu.report.chart import Curve, Marks, binary_unit, draw
+from danlu.report.frame import MARK, document, facts_list, footer, moment, tile_row
 from danlu.report.layout import layout
 from danlu.report.story import Story, read_story
 from danlu.spec import Cluster, Plan, Recipe, RunFolder, SpecError, load_cluster, load_plan, load_recipe
 
 D = TypeVar("D")
-
-_FLAME = (
-    '<svg width="16" height="18" viewBox="0 0 16 18" aria-hidden="true"><path fill="currentColor" d="M8.6 0C9 3.4 14 '
-    "5.6 14 11a6 6 0 0 1-12 .3C1.9 8.6 3.5 7 4.3 5.2c.9 1 1.2 2 1.2 3C7.6 6.2 8.8 3.6 8.6 0Zm-."
-    '5 9.5C7.8 11 6 11.6 6 13.6a2.2 2.2 0 0 0 4.4 0c0-1.7-1.3-2.5-2.3-4.1Z"/></svg>'
-)
 
 
 def write_page(run: RunFolder) -> Path:
@@ -67,17 +59,9 @@ def _page(
         _warnings(story, notes),
         _checkpoints(story),
         _files(run),
-        f"<footer>Written by Danlu {__version__} on {_moment(datetime.now(UTC).timestamp())}.</footer>",
+        footer(),
     ]
-    style, script = (
-        files("danlu.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · Danlu</title><style>{style}</style></head>"
-        f"<body><main>{''.join(body)}</main><script>{script}</script></body></html>\n"
-    )
+    return document(run.name, "".join(body), styles=("page.css",), scripts=("page.js",))
 
 
 def _header(run: RunFolder, story: Story, recipe: Recipe | None) -> str:
@@ -88,13 +72,11 @@ def _header(run: RunFolder, story: Story, recipe: Recipe | None) -> str:
         "ranks": f"{start.world:,} × {start.chip}" if start else wording.MISSING,
         "steps": f"{story.step:,} of {start.steps:,}" if start else wording.MISSING,
         "time": wording.duration(story.seconds if start else None),
-        "started": _moment(story.starts[0].time) if start else wording.MISSING,
+        "started": moment(story.starts[0].time) if start else wording.MISSING,
     }
     return (
-        f'<header><div class="mark">{_FLAME}Danlu</div><div class="title"><h1>{escape(run.name)}</h1>'
-        f'<span class="state {story.state}">{story.state}</span></div><dl class="facts">'
-        + "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-        + f"</dl>{_ending(story)}</header>"
+        f'<header>{MARK}<div class="title"><h1>{escape(run.name)}</h1>'
+        f'<span class="state {story.state}">{story.state}</span></div>{facts_list(facts)}{_ending(story)}</header>'
     )
 
 
@@ -103,7 +85,7 @@ def _ending(story: Story) -> str:
     if story.state == "not started":
         words = "No step has been reported yet."
     elif story.state == "unfinished" and story.last_event is not None:
-        words = f"No end is recorded: the run goes on, or was killed. Newest event: {_moment(story.last_event)}."
+        words = f"No end is recorded: the run goes on, or was killed. Newest event: {moment(story.last_event)}."
     elif story.end and (story.end.message or story.state != "finished"):
         words = f"{story.state.capitalize()} at step {story.end.step:,}" + (
             f": {story.end.message}" if story.end.message else "."
@@ -111,11 +93,6 @@ def _ending(story: Story) -> str:
     else:
         return ""
     return f'<p class="note {story.state}">{escape(words)}</p>'
-
-
-def _moment(time: float) -> str:
-    moment = datetime.fromtimestamp(time, UTC)
-    return f"{moment.day} {moment:%B %Y, %H:%M} UTC"
 
 
 def _peak_words(story: Story) -> str:
@@ -144,15 +121,7 @@ def _tiles(story: Story, cluster: Cluster | None) -> str:
         ("Tokens seen", wording.count(story.tokens if story.last else None), _per_parameter(story)),
         ("Time", wording.duration(story.seconds if start else None), parts),
     ]
-    return (
-        '<div class="tiles">'
-        + "".join(
-            f'<dl class="tile{" first" if index == 0 else ""}"><dt>{name}</dt><dd>{escape(value)}</dd>'
-            f"<dd>{escape(note)}</dd></dl>"
-            for index, (name, value, note) in enumerate(tiles)
-        )
-        + "</div>"
-    )
+    return tile_row(tiles)
 
 
 def _per_parameter(story: Story) -> str:
@@ -224,7 +193,7 @@ def _curves(story: Story) -> list[Curve]:
             points=[(s.step, s.memory) for s in steps],
             text=wording.size,
             row_text=lambda value: wording.size(value).replace(".0 ", " "),
-            unit=_binary_unit(story.memory),
+            unit=binary_unit(story.memory or 0),
             note="largest of any rank so far",
             floor=0,
         ),
@@ -243,14 +212,6 @@ def _curves(story: Story) -> list[Curve]:
             )
         )
     return curves
-
-
-def _binary_unit(memory: int | None) -> float:
-    """The largest of B, KiB, MiB, … that a memory is at least two of."""
-    unit = 1.0
-    while memory is not None and memory >= 2 * 1024 * unit:
-        unit *= 1024
-    return unit
 
 
 def _key(marks: Marks) -> str:

@@ -61,12 +61,15 @@ def size(value: float | None) -> str:
 
 def flops(value: float | None) -> str:
     """FLOP/s in decimal units: `2.49 PFLOP/s`."""
-    if value is None:
-        return MISSING
+    return MISSING if value is None else f"{work(value)}/s"
+
+
+def work(value: float) -> str:
+    """FLOPs in decimal units: `2.49 PFLOP`."""
     for scale, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= scale:
-            return f"{_three(value / scale)} {unit}FLOP/s"
-    return f"{_three(value)} FLOP/s"
+            return f"{_three(value / scale)} {unit}FLOP"
+    return f"{_three(value)} FLOP"
 
 
 def percent(share: float | None) -> str:
