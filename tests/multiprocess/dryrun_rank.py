@@ -27,7 +27,9 @@ def main() -> None:
         made = recipe(layout.model, str(folder / "shards"), layout.changes)
         join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
         mesh = build_mesh(layout.plan, torch.device("cpu"), rank, layout.cluster, experts=made.model.moe is not None)
-        real = trace_step(made, mesh, layout.cluster, warm_up=1)  # the dry run has only a first step, which must be alike
+        real = trace_step(
+            made, mesh, layout.cluster, warm_up=1
+        )  # the dry run has only a first step, which must be alike
         leave()
         dry = dry_run(made, layout.plan, layout.cluster, rank)
         result = {"name": layout.name, "real": real.model_dump(mode="json"), "dry": dry.model_dump(mode="json")}

@@ -52,7 +52,7 @@ def test_collectives_are_the_real_ones(layout: Layout, results: dict[str, list[d
 def test_peak_bytes_are_the_real_ones(layout: Layout, results: dict[str, list[dict[str, Any]]]) -> None:
     for result in results[layout.name]:
         dry, real = (sum(result[side]["peak"]["held"]) for side in ("dry", "real"))
-        print(layout.name, dry, real, f"{dry/real-1:.4%}", result["dry"]["peak"], result["real"]["peak"])
+        print(layout.name, dry, real, f"{dry / real - 1:.4%}", result["dry"]["peak"], result["real"]["peak"])
         if layout.model == "tiny-moe":
             assert dry == pytest.approx(real, rel=ROUTING_SLACK)
         elif layout.plan.degrees.pp == 1:

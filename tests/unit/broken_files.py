@@ -192,7 +192,7 @@ CONTRADICTIONS = {
     "fp16": _recipe('"bf16"', '"fp16"'),
     "fp16-of-a-layer": _recipe('"bf16"\n', '"bf16"\n\n[[precision.layers]]\nmatch = "head"\ncompute = "fp16"\n'),
     "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),
-    "uneven-ranks": _plan("shard = 16", cluster=CLUSTER),
+    "uneven-ranks": _plan("shard = 9", recipe=RECIPE.replace("sequences = 16", "sequences = 18"), cluster=CLUSTER),
     "unknown-level": _mapped("tp = 2", "tp = {nod = 2}"),
     "mapping-product": _mapped("shard = 2\ntp = 4", "tp = {node = 2}"),
     "mapping-product-over-levels": _mapped("shard = 4\ncp = 2", "shard = {node = 4, fabric = 2}"),

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from danlu.comm.layout import EXPERT_AXES, dense_ranks, expert_ranks
-from danlu.comm.mesh import Mesh, _place
-from danlu.spec.plan import DENSE_AXES, Degrees, Plan
+from danlu.comm.layout import dense_layout, expert_layout
+from danlu.comm.mesh import Mesh
+from danlu.spec.plan import Degrees, Plan
 
 
 def place_of(rank: int, **degrees: int) -> Mesh:
@@ -17,7 +17,7 @@ def place_of(rank: int, **degrees: int) -> Mesh:
         plan=plan,
         device=torch.device("cpu"),
         rank=rank,
-        place=_place(rank, expert_ranks(plan), EXPERT_AXES) | _place(rank, dense_ranks(plan), DENSE_AXES),
+        place=expert_layout(plan).place(rank) | dense_layout(plan).place(rank),
         groups={},
         parameters=no_groups,
         expert_parameters=None,

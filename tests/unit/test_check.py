@@ -13,10 +13,11 @@ from broken_files import CLUSTER, CONTRADICTIONS, EXPERTS, PLAN, READING, RECIPE
 from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
-from danlu.comm.layout import UnplaceableError, dense_ranks, expert_ranks
+from danlu.comm.layout import dense_ranks, expert_ranks
 from danlu.spec import Cluster, SpecError, rules
 from danlu.spec.check import check, check_all, in_memory
 from danlu.spec.load import read_cluster, read_plan, read_recipe
+from danlu.spec.placing import UnplaceableError
 from danlu.spec.plan import Axis, Degrees, Plan
 from danlu.spec.toml import read
 
@@ -197,7 +198,9 @@ def test_what_passes_can_be_placed_and_what_does_not_cannot() -> None:
     """The rules of the network agree with the room that lays ranks out."""
     Files(EXPERTS, cluster=CLUSTER).write(Path())
     cluster, verdicts = read_cluster("cluster.toml"), list[bool]()
-    for shard, tp, ep, node, ep_node in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 4), (None, 1, 2, 4), (None, 1, 2)):
+    for shard, tp, ep, node, ep_node in product(
+        (1, 2, 3, 4, 5, 7), (1, 2, 4), (1, 2, 4), (None, 1, 2, 4), (None, 1, 2)
+    ):
         if shard * tp % ep:
             continue
         mapping: dict[Axis, dict[str, int]] = {} if node is None else {"tp": {"node": node, "fabric": tp // node or 1}}

@@ -7,8 +7,9 @@ from math import gcd, prod
 import numpy as np
 import pytest
 
-from danlu.comm.layout import EXPERT_AXES, Ranks, UnplaceableError, dense_ranks, expert_ranks
-from danlu.spec import Chip, Cluster, Degrees, Level, Plan
+from danlu.comm.layout import Ranks, dense_layout, dense_ranks, expert_layout, expert_ranks
+from danlu.spec import Chip, Cluster, Degrees, Level, Plan, load_cluster
+from danlu.spec.placing import EXPERT_AXES, UnplaceableError, bands, joining_level
 from danlu.spec.plan import DENSE_AXES, Axis
 
 
@@ -86,12 +87,67 @@ def test_fewer_ranks_than_chips_take_the_inner_levels_first() -> None:
     assert ranks.reshape(-1).tolist() == list(range(64))
 
 
+# --- levels filled in part
+
+
+def level_of(ranks: Ranks, axes: tuple[str, ...], axis: str, network: Cluster) -> set[str]:
+    """The levels that the groups of an axis cross."""
+    return {joining_level(group, ranks.size, network) for group in along(ranks, axes, axis)}
+
+
+def test_sixteen_thousand_ranks_take_five_pods_and_a_third() -> None:
+    h100 = load_cluster("h100-pod")
+    made = plan(pp=16, replicate=16, shard=8, tp=8)
+    ranks = dense_ranks(made, h100)
+    assert ranks.reshape(-1).tolist() == list(range(16_384)), "the natural order: tp innermost, the pipeline outermost"
+    assert [(band.name, band.ranks) for band in bands(made, h100)] == [("node", 8), ("pod and fabric", 2048)]
+    assert level_of(ranks, DENSE_AXES, "tp", h100) == {"node"}
+    assert level_of(ranks, DENSE_AXES, "shard", h100) == {"pod"}
+    # A stage of 128 nodes never lies across two pods of 384; of the pipeline's neighbours every third pair does.
+    assert level_of(ranks, DENSE_AXES, "replicate", h100) == {"pod"}
+    assert level_of(ranks, DENSE_AXES, "pp", h100) == {"fabric"}
+
+
+def test_a_group_across_the_border_of_two_pods_crosses_the_fabric() -> None:
+    h100 = load_cluster("h100-pod")
+    ranks = dense_ranks(plan(pp=16, shard=100, tp=8), h100)
+    assert along(ranks, DENSE_AXES, "shard")[0] == list(range(0, 800, 8)), "a shard group is a hundred nodes in a row"
+    across = [stage for stage in range(16) if joining_level(ranks[stage].reshape(-1), ranks.size, h100) == "fabric"]
+    # Pods end after nodes 384, 768, 1,152 and 1,536.
+    assert across == [3, 7, 11, 15]
+
+
+def test_a_mapping_splits_the_levels_that_are_filled_in_part() -> None:
+    h100 = load_cluster("h100-pod")
+    inside = plan({"tp": {"node": 8}, "pp": {"pod": 16}}, pp=16, replicate=16, shard=8, tp=8)
+    assert [band.ranks for band in bands(inside, h100)] == [8, 128, 16], "blocks of 128 nodes, three of them a pod"
+    ranks = dense_ranks(inside, h100)
+    assert level_of(ranks, DENSE_AXES, "pp", h100) == {"pod"}
+    assert level_of(ranks, DENSE_AXES, "replicate", h100) == {"fabric"}
+    with pytest.raises(UnplaceableError, match=r"`mapping.shard.pod` must divide the 128 ranks left there, but is 256"):
+        dense_ranks(plan({"shard": {"pod": 256}}, pp=8, shard=256, tp=8), h100)
+
+
+def test_some_chips_of_one_node_are_enough() -> None:
+    assert dense_ranks(plan(shard=3), cluster(node=4, fabric=2)).reshape(-1).tolist() == [0, 1, 2]
+    assert joining_level([0, 2], 3, cluster(node=4, fabric=2)) == "node"
+
+
+def test_nodes_hold_equal_numbers_and_levels_follow() -> None:
+    network = cluster(node=4, pod=3, fabric=2)
+    assert joining_level([0, 1], 6, network) == "node", "two on each of three nodes"
+    assert joining_level([0, 2], 6, network) == "pod"
+    assert joining_level([0, 9], 10, network) == "fabric", "two on each of five nodes, the fourth in the second pod"
+
+
 # --- errors
 
 
-def test_ranks_that_do_not_fill_levels_are_refused() -> None:
-    with pytest.raises(UnplaceableError, match=r"5 ranks must fill whole levels .* \(4 node × 2 fabric\).*divides 8"):
+def test_ranks_that_find_no_node_are_refused() -> None:
+    with pytest.raises(UnplaceableError, match=r"5 ranks must .* at most 2 nodes of 4 .* take 5 nodes .* such as 4"):
         dense_ranks(plan(shard=5), cluster(node=4, fabric=2))
+    with pytest.raises(UnplaceableError, match=r"must be at most the 8 chips of cluster 'made up', but is 16 instead"):
+        dense_ranks(plan(shard=16), cluster(node=4, fabric=2))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +227,13 @@ def test_every_plan_that_fits_places_every_rank_once_and_both_meshes_agree() -> 
         for stage in range(made.degrees.pp):
             for replica in range(made.degrees.replicate):
                 assert set(dense[stage, replica].reshape(-1)) == set(expert[stage, replica].reshape(-1))
+        for rank in {0, world // 3, world - 1}:
+            for layout, ranks in ((dense_layout(made, network), dense), (expert_layout(made, network), expert)):
+                place = layout.place(rank)
+                assert ranks[tuple(place[axis] for axis in layout.axes)] == rank
+                chosen = [axis for axis in layout.axes if dice.random() < 0.5]
+                others = tuple(slice(None) if axis in chosen else place[axis] for axis in layout.axes)
+                assert layout.along(rank, chosen).tolist() == ranks[others].tolist()
         for axis, where in made.mapping.items():
             assert_on_its_levels(expert if axis == "ep" else dense, axis, where, network)
             mapped += 1

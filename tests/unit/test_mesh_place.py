@@ -1,11 +1,20 @@
 """What a rank knows of its place in the mesh."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 
+import pytest
+import torch
+import torch.distributed as dist
 from made_meshes import place_of
+from torch.distributed.device_mesh import DeviceMesh
 
-from danlu.comm.layout import dense_ranks
-from danlu.comm.mesh import _groups
+from danlu.comm.fake import join_fake
+from danlu.comm.join import leave
+from danlu.comm.layout import dense_layout
+from danlu.comm.mesh import Mesh, _Maker, build_mesh
+from danlu.spec import Chip, Cluster, Level
 from danlu.spec.plan import DENSE_AXES, Degrees, Plan
 
 DEGREES = {"pp": 2, "replicate": 2, "shard": 3, "cp": 2, "tp": 2, "ep": 4}
@@ -37,5 +46,58 @@ def test_shares_of_the_batch_are_numbered_and_every_one_is_read_by_the_ranks_tha
 
 
 def test_an_axis_of_one_rank_has_no_group() -> None:
-    groups = _groups(3, dense_ranks(Plan(degrees=Degrees(shard=4))))
+    groups = _Maker(torch.device("cpu"), 3, 4).groups(dense_layout(Plan(degrees=Degrees(shard=4))))
     assert groups["pp",] is groups["cp",] is groups["tp",] is groups["cp", "tp"] is None
+
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def built(plan: Plan, rank: int, cluster: Cluster | None = None) -> Iterator[Mesh]:
+    """The mesh of a rank whose peers do not exist."""
+    join_fake(rank, plan.degrees.world)
+    try:
+        yield build_mesh(plan, CPU, rank, cluster, experts=True)
+    finally:
+        leave()
+
+
+def ranks(mesh: DeviceMesh, axis: str) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+@pytest.mark.parametrize("rank", [0, 17, 47])
+def test_a_mesh_of_parameters_has_the_ranks_that_share_them(rank: int) -> None:
+    with built(Plan(degrees=Degrees(**DEGREES)), rank) as mesh:
+        layout = dense_layout(mesh.plan)
+        assert mesh.tensor is not None and mesh.experts is not None and mesh.expert_parameters is not None
+        assert mesh.parameters.mesh_dim_names == ("replicate", "shard")
+        assert mesh.parameters.mesh.tolist() == layout.along(rank, ("replicate", "shard", "cp")).reshape(2, 6).tolist()
+        assert mesh.expert_parameters.shape == (2, 3)
+        assert ranks(mesh.parameters, "shard") == sorted(layout.along(rank, ("shard", "cp")).reshape(-1).tolist())
+        assert ranks(mesh.parameters, "replicate") == ranks(mesh.expert_parameters, "replicate")
+        assert ranks(mesh.tensor, "tp") == layout.along(rank, ("tp",)).tolist()
+        assert ranks(mesh.experts, "ep") == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        for part in (mesh.parameters, mesh.expert_parameters, mesh.tensor, mesh.experts):
+            places = [dist.get_rank(group) for group in part.get_all_groups()]
+            assert part.get_coordinate() == tuple(places), "a group numbers its ranks as the mesh does"
+
+
+def test_folded_axes_that_are_interleaved_on_the_network_are_numbered_as_their_group_is() -> None:
+    chip = Chip(name="c", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0})
+    levels = [Level(name=name, fanout=size, bandwidth=1.0, latency=0.0) for name, size in (("node", 4), ("fabric", 2))]
+    cluster = Cluster(name="made up", chip=chip, levels=tuple(levels))
+    plan = Plan(degrees=Degrees(shard=4, cp=2), mapping={"shard": {"node": 4}, "cp": {"fabric": 2}})
+    with built(plan, 5, cluster) as mesh:
+        assert (mesh.coordinate("shard"), mesh.coordinate("cp")) == (1, 1)
+        assert mesh.parameters.get_coordinate() == (dist.get_rank(mesh.parameters.get_group()),) == (5,)
+
+
+def test_every_rank_makes_as_many_groups_and_few_at_any_size() -> None:
+    made = set()
+    for plan in (Plan(degrees=Degrees(**DEGREES)), Plan(degrees=Degrees(pp=8, replicate=64, shard=4, tp=8, ep=16))):
+        for rank in (0, 11, plan.degrees.world - 1):
+            with built(plan, rank):
+                made.add((plan.degrees.world, len(dist.distributed_c10d._world.pg_names)))
+    assert made == {(48, 10), (16_384, 8)}

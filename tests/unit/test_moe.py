@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from danlu.framework.moe import AttachLoss, MoeLayer, Router
 from danlu.framework.transformer import Mlp
+from danlu.parallel.expert import even_counts
 from danlu.spec.model import Moe
 
 WIDTH, EXPERTS = 8, 6
@@ -214,3 +215,18 @@ def test_every_choice_is_counted() -> None:
     chosen = torch.cat([made(stream(seed=seed))[0] for seed in range(2)])
     assert made.load_E.tolist() == torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
     assert made.load_E.sum() == 2 * 3 * 7 * 3
+
+
+# --- loads that a dry run takes for even
+
+
+@pytest.mark.parametrize(("copies", "experts", "ranks"), [(64, 8, 4), (70, 8, 4), (5, 8, 4), (2048, 12_000, 375)])
+def test_an_even_load_is_the_same_for_every_rank(copies: int, experts: int, ranks: int) -> None:
+    sent = [even_counts(copies, experts, ranks, rank) for rank in range(ranks)]
+    assert all(sum(map(sum, rows)) == copies for rows in sent), "every copy is sent"
+    for receiver in range(ranks):
+        coming = [rows[receiver] for rows in sent]
+        assert coming == sent[receiver], "what a rank gets is what it sends"
+        per_expert = [sum(column) for column in zip(*coming, strict=True)]
+        assert sum(per_expert) == copies
+        assert max(per_expert) - min(per_expert) <= 2

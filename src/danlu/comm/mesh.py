@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from danlu.comm.layout import EXPERT_AXES, Ranks, dense_ranks, expert_ranks
+from danlu.comm.layout import Layout, dense_layout, expert_layout
 from danlu.spec.cluster import Cluster
-from danlu.spec.plan import DENSE_AXES, Plan
+from danlu.spec.plan import Plan
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("pp",),
@@ -20,6 +20,11 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("replicate", "shard", "cp", "tp"),  # ranks that hold the same pipeline stage
 )
 """Groups that somebody asks for, beside the meshes of parameters."""
+
+Shared = dict[str, tuple[str, ...]]
+SHARED_DENSE: Shared = {"replicate": ("replicate",), "shard": ("shard", "cp"), "tp": ("tp",)}
+SHARED_EXPERT: Shared = {"replicate": ("replicate",), "expert_shard": ("expert_shard",), "ep": ("ep",)}
+"""The axes along which one stage's parameters are spread, and of which axes of the plan each is made."""
 
 
 @dataclass(frozen=True)
@@ -61,53 +66,79 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, device: torch.device, rank: int, cluster: Cluster | None, experts: bool) -> Mesh:
-    """Make the groups of a plan; every rank calls this once, after joining."""
-    dense, expert = dense_ranks(plan, cluster), expert_ranks(plan, cluster)
-    degrees = plan.degrees
-    merged = dense.reshape(degrees.pp, degrees.replicate, degrees.shard * degrees.cp, degrees.tp)
-    by_dense = _device_mesh(device, merged, ("pp", "replicate", "shard", "tp"), always="shard")
-    by_expert = _device_mesh(device, expert, EXPERT_AXES, always="expert_shard") if experts else None
+    """Make the groups of a plan; every rank calls this once, after joining.
+
+    A rank makes its own groups and no others. All ranks make the same ones in the same order, whether they need them
+    or not: torch names such a group after its members and the number of groups made before, and ranks that have made
+    fewer would wait for each other forever.
+    """
+    dense, expert = dense_layout(plan, cluster), expert_layout(plan, cluster)
+    make = _Maker(device, rank, plan.degrees.world)
+    groups = make.groups(dense)
+    by_dense = make.mesh(dense, SHARED_DENSE, "shard", {"tp": groups["tp",]})
+    replicas = {"replicate": by_dense.get_group("replicate") if plan.degrees.replicate > 1 else None}
+    by_expert = make.mesh(expert, SHARED_EXPERT, "expert_shard", replicas) if experts else None
     return Mesh(
         plan=plan,
         device=device,
         rank=rank,
-        place=_place(rank, expert, EXPERT_AXES) | _place(rank, dense, DENSE_AXES),
-        groups=_groups(rank, dense),
+        place=expert.place(rank) | dense.place(rank),
+        groups=groups,
         parameters=_behind_replicas(by_dense, "shard"),
         expert_parameters=_behind_replicas(by_expert, "expert_shard") if by_expert else None,
-        tensor=by_dense["tp"] if degrees.tp > 1 else None,
-        experts=by_expert["ep"] if by_expert and degrees.ep > 1 else None,
+        tensor=by_dense["tp"] if plan.degrees.tp > 1 else None,
+        experts=by_expert["ep"] if by_expert and plan.degrees.ep > 1 else None,
     )
 
 
-def _place(rank: int, ranks: Ranks, axes: tuple[str, ...]) -> dict[str, int]:
-    return dict(zip(axes, (int(at) for at in np.argwhere(ranks == rank)[0]), strict=True))
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the groups of one rank of a world."""
 
+    device: torch.device
+    rank: int
+    world: int
 
-def _groups(rank: int, dense: Ranks) -> dict[tuple[str, ...], ProcessGroup | None]:
-    """Every group of this rank that is not a mesh's, made by its members alone: no rank waits for a group it is not in.
+    def group(self, members: list[int], name: str) -> ProcessGroup | None:
+        """The group of all ranks, or a new one made by its members alone: no rank waits for a group it is not in."""
+        if len(members) == self.world:
+            return dist.group.WORLD
+        return dist.new_group(members, use_local_synchronization=True, group_desc=name)
 
-    All ranks make all of `GROUPS` in the same order, whether they need them or not: torch names such a group after
-    its members and the number of groups made before, and ranks that have made fewer would wait for each other forever.
-    """
-    place = _place(rank, dense, DENSE_AXES)
-    made: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dense.size)): dist.group.WORLD, (rank,): None}
-    groups: dict[tuple[str, ...], ProcessGroup | None] = {}
-    for axes in GROUPS:
-        index = tuple(slice(None) if axis in axes else place[axis] for axis in DENSE_AXES)
-        members = tuple(sorted(dense[index].flatten().tolist()))
-        if members not in made:
-            made[members] = dist.new_group(list(members), use_local_synchronization=True, group_desc="·".join(axes))
-        groups[axes] = made[members]
-    return groups
+    def groups(self, dense: Layout) -> dict[tuple[str, ...], ProcessGroup | None]:
+        """This rank's `GROUPS`; those with the same members are one."""
+        made: dict[tuple[int, ...], ProcessGroup | None] = {(self.rank,): None}
+        groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+        for axes in GROUPS:
+            members = np.sort(dense.along(self.rank, axes), axis=None).tolist()
+            if tuple(members) not in made:
+                made[tuple(members)] = self.group(members, "·".join(axes))
+            groups[axes] = made[tuple(members)]
+        return groups
+
+    def mesh(self, layout: Layout, shared: Shared, sharded: str, made: dict[str, ProcessGroup | None]) -> DeviceMesh:
+        """The mesh of the ranks that share this rank's parameters, without axes of one rank other than `sharded`.
+
+        FSDP takes its own mesh and that of `tp` or `ep` together, for which torch wants both to be slices of one. That
+        need not be a mesh of the whole world, which would make every group of every axis on every rank.
+        """
+        kept, sizes, groups = [], [], []
+        for name, axes in shared.items():
+            members = np.sort(layout.along(self.rank, axes), axis=None).tolist()
+            if len(members) > 1 or name == sharded:
+                kept.append(name)
+                sizes.append(len(members))
+                groups.append(made.get(name) or self.group(members, name))
+        ranks = layout.along(self.rank, [axis for name in kept for axis in shared[name]]).reshape(sizes)
+        # A group numbers its members in their own order, also where the ranks of two folded axes are interleaved.
+        ranks = np.sort(ranks, axis=kept.index(sharded))
+        return DeviceMesh.from_group(
+            [group for group in groups if group is not None],
+            self.device.type,
+            torch.from_numpy(ranks),
+            mesh_dim_names=tuple(kept),
+        )
 
 
 def _behind_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return mesh["replicate", axis] if "replicate" in (mesh.mesh_dim_names or ()) else mesh[axis]
-
-
-def _device_mesh(device: torch.device, ranks: Ranks, axes: tuple[str, ...], always: str) -> DeviceMesh:
-    """A mesh without the axes of one rank: at scale, groups that nobody uses are start-up time for nothing."""
-    kept = [axis for axis, size in zip(axes, ranks.shape, strict=True) if size > 1 or axis == always]
-    shape = [size for axis, size in zip(axes, ranks.shape, strict=True) if axis in kept]
-    return DeviceMesh(device.type, torch.from_numpy(ranks.reshape(shape)), mesh_dim_names=tuple(kept))

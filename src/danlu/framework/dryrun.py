@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from danlu.parallel.expert import ExpertExchange
 from danlu.parallel.norm import clip
 from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
+from danlu.spec.placing import joining_level
 from danlu.spec.plan import DENSE_AXES, Plan
 from danlu.spec.recipe import Recipe, has_experts
 from danlu.spec.trace import Collective, Operator, Trace
@@ -125,8 +125,9 @@ def _trace(
 
 
 def _collectives(calls: list[Call], cluster: Cluster | None) -> tuple[Collective, ...]:
+    levels = {group: _level(group, cluster) for group in {call.group for call in calls}}
     counts = Counter(
-        (call.operation, call.dtype, call.size, call.axes, call.group.size(), _level(call, cluster)) for call in calls
+        (call.operation, call.dtype, call.size, call.axes, call.group.size(), levels[call.group]) for call in calls
     )
     return tuple(
         Collective(operation=operation, dtype=dtype, size=size, axes=axes, ranks=ranks, level=level, count=count)
@@ -177,16 +178,11 @@ def _follow_loss(forward_backward: ForwardBackward, where: Whereabouts) -> None:
         forward_backward.loss = where.inside("loss", forward_backward.loss)
 
 
-def _level(call: Call, cluster: Cluster | None) -> str:
+def _level(group: dist.ProcessGroup, cluster: Cluster | None) -> str:
     """The innermost level of the network that joins all ranks of a group."""
     if cluster is None:
         return ""
-    ranks = dist.get_process_group_ranks(call.group)
-    for depth, level in enumerate(cluster.levels):
-        inside = prod(each.fanout for each in cluster.levels[: depth + 1])
-        if min(ranks) // inside == max(ranks) // inside:
-            return level.name
-    return cluster.levels[-1].name
+    return joining_level(dist.get_process_group_ranks(group), dist.get_world_size(), cluster)
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -42,10 +43,22 @@ class ExpertExchange(nn.Module):
         coming_E = all_to_all_single(counts_E, None, None, self.group)
         if not self.even:
             return counts_E.view(ranks, -1).tolist(), coming_E.view(ranks, -1).tolist()
-        share, rest = divmod(len(x_ND), len(counts_E))
-        held = len(counts_E) // ranks
-        sent = [[share + (rank * held + at < rest) for at in range(held)] for rank in range(ranks)]
-        return sent, [sent[self.group.rank()]] * ranks
+        wait_tensor(coming_E)  # what a collective that nobody waits for holds is never let go
+        counts = even_counts(len(x_ND), len(counts_E), ranks, self.group.rank())
+        return counts, counts
+
+
+def even_counts(copies: int, experts: int, ranks: int, rank: int) -> list[list[int]]:
+    """Copies that a rank sends to every rank for every expert held there, all loads even; it gets the same back.
+
+    Also where there are fewer copies than experts: each sender begins its round of the experts where the one before
+    it ended, so that every rank gets as many copies as it sends.
+    """
+    held = experts // ranks
+    first_R = (rank + np.arange(ranks)) * held
+    ends_RL = (first_R[:, None] + np.arange(held + 1)) * copies // experts
+    counts: list[list[int]] = np.diff(ends_RL).tolist()
+    return counts
 
 
 def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:

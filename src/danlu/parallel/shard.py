@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from danlu.parallel.cut import cut_over, one_chunk_each
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -40,14 +42,16 @@ def apply_sharding(
     On a mesh of one rank this only casts precision, so that every layout computes in the same dtypes.
     """
     allow_view(part)
-    for unit in units:
-        fully_shard(
-            unit.module,
-            mesh=unit.mesh,
-            mp_policy=policy(unit.name),
-            reshard_after_forward=reshard_after_forward and not unit.last,
-        )
-    fully_shard(part, mesh=mesh, mp_policy=rest, reshard_after_forward=False)
+    with one_chunk_each():
+        for unit in units:
+            fully_shard(
+                unit.module,
+                mesh=unit.mesh,
+                mp_policy=policy(unit.name),
+                reshard_after_forward=reshard_after_forward and not unit.last,
+                shard_placement_fn=cut_over(unit.mesh),
+            )
+        fully_shard(part, mesh=mesh, mp_policy=rest, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule) and not average:
             module.set_gradient_divide_factor(1.0)

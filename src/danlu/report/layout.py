@@ -2,9 +2,9 @@
 
 from html import escape
 
-from danlu.comm.layout import UnplaceableError
 from danlu.report import picture
 from danlu.spec import Cluster, Model, Plan, Recipe
+from danlu.spec.placing import UnplaceableError
 from danlu.spec.plan import Axis
 
 _AXES: dict[Axis, str] = {

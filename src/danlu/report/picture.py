@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from math import gcd
 
 import numpy as np
 
 from danlu.comm.layout import dense_ranks
 from danlu.spec import Cluster, Plan
+from danlu.spec.placing import ranks_per_node
 
 CELL_WIDTH, CELL_HEIGHT, GAP = 40, 26, 4
 STAGE_WIDTH, STAGE_HEIGHT, STAGE_GAP = 76, 42, 12
@@ -55,7 +55,7 @@ def grid_of(plan: Plan, cluster: Cluster | None) -> Grid:
             degrees.replicate,
         )
     ranks = dense_ranks(plan, cluster).reshape(degrees.pp, rows, -1)
-    return Grid(ranks, down, across, gcd(degrees.world, cluster.chips_per_node) if cluster else None)
+    return Grid(ranks, down, across, ranks_per_node(degrees.world, cluster) if cluster else None)
 
 
 def mesh(grid: Grid) -> str:

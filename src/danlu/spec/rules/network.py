@@ -5,8 +5,9 @@ from math import gcd, prod
 
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import Sourced
-from danlu.spec.numbers import closest_divisor
-from danlu.spec.plan import DENSE_AXES, Axis, Plan
+from danlu.spec.numbers import closest_divisor, closest_multiple
+from danlu.spec.placing import UnplaceableError, bands, dense_factors, folded, nodes_used, ranks_per_node
+from danlu.spec.plan import DENSE_AXES, Plan
 from danlu.spec.problem import Problem, nearest
 from danlu.spec.recipe import ComputeDtype, Recipe
 
@@ -36,16 +37,16 @@ def world_fits(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Probl
         )
 
 
-def world_fills_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
-    """Ranks fill the network from the inside in equal shares: so many a node, so many nodes a pod."""
-    world, chips = plan.value.degrees.world, cluster.value.chips
-    if world <= chips and _room(world, cluster.value) is None:
-        levels = " × ".join(f"{level.fanout} {level.name}" for level in cluster.value.levels)
-        valid = closest_divisor(world, chips)
+def nodes_suffice(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
+    """Every node holds the same number of ranks, and there are nodes enough for that."""
+    world, chips, per_node = plan.value.degrees.world, cluster.value.chips, cluster.value.chips_per_node
+    nodes, each = nodes_used(world, cluster.value), ranks_per_node(world, cluster.value)
+    if world <= chips and nodes > chips // per_node:
         yield plan.problem(
             "degrees",
-            f'make {world} ranks, which do not spread evenly over the levels of "{cluster.value.name}" ({levels})',
-            f"degrees whose product divides {chips}, such as {valid}",
+            f"make {world} ranks, which spread evenly over {nodes} nodes ({each} on each), but "
+            f'"{cluster.value.name}" has {chips // per_node} nodes of {per_node} chips',
+            f"degrees whose product is a multiple of {per_node}, such as {closest_multiple(world, per_node)}",
         )
 
 
@@ -84,72 +85,43 @@ def _other_factor(factors: dict[str, int], degree: int) -> str:
 
 def factors_fit_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
     """Together the dense axes on one level divide the ranks there."""
-    room = _room(plan.value.degrees.world, cluster.value)
-    if room is None:
-        return  # `world_fits` or `world_fills_levels` speaks of it
-    for level, ranks in zip(cluster.value.levels, room, strict=True):
+    try:
+        levels = bands(plan.value, cluster.value)
+    except UnplaceableError:
+        return  # `world_fits` or `nodes_suffice` speaks of it
+    for level in levels:
         placed = {axis: plan.value.mapping.get(axis, {}).get(level.name, 1) for axis in DENSE_AXES}
         product = prod(placed.values())
-        if ranks % product:
+        if level.ranks % product:
             axis = max(placed, key=lambda name: placed[name])
             others = product // placed[axis]
-            valid = closest_divisor(placed[axis], ranks // gcd(ranks, others))
+            valid = closest_divisor(placed[axis], level.ranks // gcd(level.ranks, others))
             text = " × ".join(f"{name} {factor}" for name, factor in placed.items() if factor > 1)
             yield plan.problem(
                 f"mapping.{axis}.{level.name}",
                 f"is {placed[axis]}; together ({text}) the axes take {product} ranks of level {level.name}, but must "
-                f"divide the {ranks} there",
+                f"divide the {level.ranks} there",
                 f"{level.name} = {valid}, and the rest of {axis} on another level",
             )
 
 
 def experts_fit_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
     """`ep` folds ranks of `shard`, `cp` and `tp`, so that it finds only theirs on a level."""
-    dense, wanted = _placed(plan.value, cluster.value), plan.value.mapping.get("ep")
-    if dense is None or not wanted:
-        return
-    for index, level in enumerate(cluster.value.levels):
-        factor, ranks = wanted.get(level.name, 1), dense["shard"][index] * dense["cp"][index] * dense["tp"][index]
+    wanted = plan.value.mapping.get("ep")
+    if not wanted or prod(wanted.values()) != plan.value.degrees.ep:
+        return  # `factors_make_the_degree` speaks of a wrong product
+    try:
+        levels, room = bands(plan.value, cluster.value), folded(dense_factors(plan.value, cluster.value))
+    except UnplaceableError:
+        return  # another rule speaks of it
+    for level, ranks in zip(levels, room, strict=True):
+        factor = wanted.get(level.name, 1)
         if ranks % factor:
             yield plan.problem(
                 f"mapping.ep.{level.name}",
                 f"is {factor}, but must divide the ranks of `shard` × `cp` × `tp` on level {level.name} ({ranks})",
                 f"{level.name} = {closest_divisor(factor, ranks)}, and the rest of ep on another level",
             )
-
-
-def _room(world: int, cluster: Cluster) -> list[int] | None:
-    """Ranks on every level, innermost first; None if they do not spread evenly."""
-    room = []
-    for level in cluster.levels:
-        room.append(gcd(world, level.fanout))
-        world //= room[-1]
-    return room if world == 1 else None
-
-
-def _placed(plan: Plan, cluster: Cluster) -> dict[Axis, list[int]] | None:
-    """Factors of the dense axes on every level, those left out filled in from the inside; None if the plan is wrong."""
-    room = _room(plan.degrees.world, cluster)
-    if room is None:
-        return None
-    placed: dict[Axis, list[int]] = {}
-    for axis, factors in plan.mapping.items():
-        placed[axis] = [factors.get(level.name, 1) for level in cluster.levels]
-        if prod(placed[axis]) != getattr(plan.degrees, axis):
-            return None
-    for axis in DENSE_AXES:
-        for index, factor in enumerate(placed.get(axis, [])):
-            if room[index] % factor:
-                return None
-            room[index] //= factor
-    for axis in reversed(DENSE_AXES):
-        if axis not in placed:
-            placed[axis], left = [], getattr(plan.degrees, axis)
-            for index, free in enumerate(room):
-                placed[axis].append(gcd(left, free))
-                room[index] //= placed[axis][-1]
-                left //= placed[axis][-1]
-    return placed
 
 
 def chip_has_the_precision(recipe: Sourced[Recipe], cluster: Sourced[Cluster]) -> Iterator[Problem]:
@@ -168,7 +140,7 @@ def chip_has_the_precision(recipe: Sourced[Recipe], cluster: Sourced[Cluster]) -
 
 NETWORK_RULES: tuple[NetworkRule, ...] = (
     world_fits,
-    world_fills_levels,
+    nodes_suffice,
     levels_exist,
     factors_fit_levels,
     experts_fit_levels,
