@@ -93,6 +93,8 @@ class Software:
     """Bytes of buffers that gradients and parameters are sent in."""
     synchronises_every_microbatch: bool = True
     """With split gradients or parameters, reduce after every microbatch, as FSDP does; Megatron reduces once a step."""
+    exchanges_heads: bool = False
+    """Share sequences by exchanging heads against positions around attention, not by passing keys and values round."""
     latent: Latent | None = None
     window: int = 0
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""
@@ -100,5 +102,5 @@ class Software:
     """Share of layers with a sliding window."""
 
 
-OURS = Software(keeps_half=False)
+OURS = Software(keeps_half=False, exchanges_heads=True)
 """The program of this repository."""

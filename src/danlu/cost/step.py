@@ -104,9 +104,12 @@ class Predictor:
             found = self._kept[cut, moe] = layer_activations(self.shape, cut, software, moe=moe, fp8=fp8), again
         return found
 
-    def step(self, layout: Layout) -> Prediction:
-        """Predict one step of a layout that divides the batch and the model."""
-        return _Step(self, layout).prediction()
+    def step(self, layout: Layout, memory: Memory | None = None) -> Prediction:
+        """Predict one step of a layout that divides the batch and the model.
+
+        `memory` is that of the same layout elsewhere on the network, where it is known already: bytes do not change.
+        """
+        return _Step(self, layout).prediction(memory)
 
 
 def predict(
@@ -152,6 +155,7 @@ class _Step:
             ep_span=self.places.ep,
             etp_span=self.places.expert_tp,
             cp_stride=layout.tp,
+            cp_span=self.places.cp,
         )
         self.holdings = holdings(
             self.shape,
@@ -162,7 +166,7 @@ class _Step:
             zigzag=layout.schedule == "zbv",
         )
 
-    def prediction(self) -> Prediction:
+    def prediction(self, memory: Memory | None) -> Prediction:
         """Seconds and bytes."""
         layout = self.layout
         kinds = {holding: self._stage(holding) for holding in set(self.holdings)}
@@ -181,7 +185,7 @@ class _Step:
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
             parts=parts,
-            memory=self._memory(),
+            memory=memory or self._memory(),
             notes=self.of.notes,
         )
 
