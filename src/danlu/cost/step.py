@@ -111,6 +111,10 @@ class Predictor:
         """
         return _Step(self, layout).prediction(memory)
 
+    def memory(self, layout: Layout) -> Memory:
+        """Bytes of the fullest rank alone."""
+        return _Step(self, layout).memory()
+
 
 def predict(
     model: Model,
@@ -185,7 +189,7 @@ class _Step:
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
             parts=parts,
-            memory=memory or self._memory(),
+            memory=memory or self.memory(),
             notes=self.of.notes,
         )
 
@@ -321,7 +325,7 @@ class _Step:
             tied = transfer(self.network, self.places.stride["pp"] * (self.layout.pp - 1), table)
         return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
 
-    def _memory(self) -> Memory:
+    def memory(self) -> Memory:
         """Of the fullest rank."""
         return max((self._rank_memory(rank) for rank in self._fullest()), key=lambda memory: memory.allocated)
 

@@ -15,6 +15,8 @@ from danlu.planner.space import Candidate, Core, Recompute, Split, Work
 _AGAIN = {"none": "none", "selective": "elementwise", "full": "full"}
 """What a plan's words for recompute are in the cost model."""
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_NO_MEMORY = Memory(parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, groups=0)
+"""Where only the time is asked for."""
 _BESIDE_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
 """Parts of a step that are not passes through layers."""
 
@@ -45,7 +47,11 @@ class Pricing:
         """Time and bytes of a layout in its place; `memory` is the layout's where it is known from another place."""
         return self._predictor(candidate.work.recompute).step(self._layout(candidate, place.spans), memory)
 
-    def least(self, candidate: Candidate) -> Prediction:
+    def bytes(self, candidate: Candidate) -> Memory:
+        """Bytes of a layout, the same in every place."""
+        return self._predictor(candidate.work.recompute).memory(self._layout(candidate, ()))
+
+    def least(self, candidate: Candidate, memory: Memory | None = None) -> Prediction:
         """Bytes of a layout, and a time that it takes in no place less than."""
         core, work, split = candidate
         expert_shard = split.shard * core.cp * core.tp // core.ep
@@ -64,7 +70,7 @@ class Pricing:
                 core.ep,
             )
         )
-        return predictor.step(self._layout(candidate, spans))
+        return predictor.step(self._layout(candidate, spans), memory)
 
     def least_of(self, core: Core, work: Work | None) -> float:
         """Seconds that no layout with this core (and pipeline) takes less than: passes through layers, and bubble.
@@ -101,7 +107,7 @@ class Pricing:
         if found is None:
             alone = core._replace(pp=1)
             candidate = Candidate(alone, Work("1f1b", 1, recompute), Split(1, core.data, True))
-            parts = self.least(candidate).parts
+            parts = self.least(candidate, _NO_MEMORY).parts
             found = sum(seconds for name, seconds in parts.items() if name not in _BESIDE_PASSES) / core.microbatches
             self._passes[key] = found
         return found

@@ -6,6 +6,7 @@ whole layout that comes up first is the best of all: the search is exact, and op
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +18,7 @@ from danlu.cost.step import Prediction
 from danlu.planner.places import Place, Places, place_of
 from danlu.planner.pricing import Pricing
 from danlu.planner.question import Question
-from danlu.planner.space import Candidate, Core, Space, Split, Work, candidate_of
+from danlu.planner.space import Candidate, Core, Space, Work, candidate_of
 from danlu.spec.plan import Plan
 
 SHOWN = 5
@@ -153,7 +154,7 @@ class _Search:
         self.done: set[tuple[int, ...]] = set()
         self.priced = self.layouts = self.opened = 0
         self.leanest: tuple[float, Candidate] | None = None
-        self.too_large: dict[tuple[object, ...], int] = {}
+        self.fewest: dict[tuple[Core, Work], int] = {}
         self.incumbent = float("inf")
 
     def run(self) -> Answer:
@@ -187,13 +188,8 @@ class _Search:
         heapq.heappush(self.heap, (bound, int(bool(rank)), rank, next(self.order), node))
 
     def _plant(self) -> None:
-        splits: dict[tuple[object, ...], int] = {}
         for core in self.space.cores():
-            for work in self.space.works_of(core):
-                key = (core._replace(microbatches=1), work)
-                if key not in splits:
-                    splits[key] = sum(1 for _ in self.space.splits(core, work))
-                self.layouts += splits[key]
+            self.layouts += sum(len(self.space.splits(core, work)) for work in self.space.works_of(core))
             self._push(self.pricing.least_of(core, None), core)
 
     def _open_core(self, bound: float, core: Core) -> None:
@@ -201,31 +197,35 @@ class _Search:
             self._push(max(bound, self.pricing.least_of(core, work)), (core, work))
 
     def _open_work(self, bound: float, core: Core, work: Work) -> None:
-        """Split states in every way that fits; nothing fits if not even states split as far as can be do."""
-        key = (core._replace(microbatches=1), work)
-        if core.microbatches <= self.too_large.get(key, 0):
-            return  # larger microbatches than those that did not fit
-        splits = list(self.space.splits(core, work))
-        if not splits:
-            return
-        leanest = max(splits, key=lambda split: (split.shard, split.reshards))
-        least = self._least(Candidate(core, work, leanest))
-        if least.memory.device > self.question.memory:
-            self.too_large[key] = core.microbatches
+        """Split states in every way that fits."""
+        splits = self.space.splits(core, work)
+        if not splits or core.microbatches < self._fewest(core._replace(microbatches=1), work):
             return
         for split in splits:
             candidate = Candidate(core, work, split)
             if self._degrees(candidate) in self.done:
                 continue
-            least = self._least(candidate)
-            if least.memory.device <= self.question.memory:
-                self._push(max(bound, least.seconds), candidate)
+            memory = self.pricing.bytes(candidate)
+            if memory.device <= self.question.memory:
+                self._push(max(bound, self.pricing.least(candidate, memory).seconds), candidate)
 
-    def _least(self, candidate: Candidate) -> Prediction:
-        least = self.pricing.least(candidate)
-        if self.leanest is None or least.memory.device < self.leanest[0]:
-            self.leanest = least.memory.device, candidate
-        return least
+    def _fewest(self, core: Core, work: Work) -> int:
+        """The fewest microbatches that can fit: larger ones never take fewer bytes, and most shards take fewest."""
+        key = (core, work)
+        if key not in self.fewest:
+            leanest = max(self.space.splits(core, work), key=lambda split: (split.shard, split.reshards))
+            numbers = self.space.microbatches(core)
+
+            def fits(number: int) -> bool:
+                candidate = Candidate(core._replace(microbatches=number), work, leanest)
+                taken = self.pricing.bytes(candidate).device
+                if self.leanest is None or taken < self.leanest[0]:
+                    self.leanest = taken, candidate
+                return taken <= self.question.memory
+
+            found = bisect_left(numbers, True, key=fits)
+            self.fewest[key] = numbers[found] if found < len(numbers) else numbers[-1] + 1
+        return self.fewest[key]
 
     def _open_candidate(self, bound: float, candidate: Candidate) -> None:
         if self._degrees(candidate) in self.done:

@@ -96,6 +96,9 @@ class Space:
         self.shape_problem = lru_cache(maxsize=None)(self._shape_problem)
         self.stage_problem = lru_cache(maxsize=None)(self._stage_problem)
         self.fill_problem = lru_cache(maxsize=None)(self._fill_problem)
+        self.works = lru_cache(maxsize=None)(lambda pp: tuple(self._works(pp)))
+        self._filled = lru_cache(maxsize=None)(self._filled_works)
+        self._splits = lru_cache(maxsize=None)(lambda core, work: tuple(self._all_splits(core, work)))
 
     def cores(self) -> Iterator[Core]:
         """Every way to cut matrices, sequences, layers, experts and the batch."""
@@ -109,13 +112,14 @@ class Space:
                     continue
                 for pp in divisors(world // tp // cp):
                     data = world // tp // cp // pp
-                    if not allow("pp", pp) or sequences % data or not any(self.works(pp)):
+                    if not allow("pp", pp) or sequences % data or not self.works(pp):
                         continue
                     for ep in self._expert_degrees(data, cp, tp):
-                        for core in self._microbatches(Core(pp, cp, tp, ep, data, 1)):
-                            yield core
+                        core = Core(pp, cp, tp, ep, data, 1)
+                        for number in self.microbatches(core):
+                            yield core._replace(microbatches=number)
 
-    def works(self, pp: int) -> Iterator[Work]:
+    def _works(self, pp: int) -> Iterator[Work]:
         """Every pipeline of so many ranks, with what it may compute again."""
         allow = self.question.limits.allow
         for schedule in SCHEDULES if pp > 1 else ("1f1b",):
@@ -129,14 +133,22 @@ class Space:
                     if allow("recompute", recompute) and not self.stage_problem(pp, work, False):
                         yield work
 
-    def works_of(self, core: Core) -> Iterator[Work]:
-        """Those of `works` that the microbatches of a core fill."""
-        for work in self.works(core.pp):
-            if not self.fill_problem(core.pp, work.schedule, work.virtual, core.microbatches):
-                yield work
+    def works_of(self, core: Core) -> tuple[Work, ...]:
+        """Every pipeline that the microbatches of a core fill."""
+        return self._filled(core.pp, core.microbatches)
 
-    def splits(self, core: Core, work: Work) -> Iterator[Split]:
+    def _filled_works(self, pp: int, microbatches: int) -> tuple[Work, ...]:
+        return tuple(
+            work
+            for work in self.works(pp)
+            if not self.fill_problem(pp, work.schedule, work.virtual, microbatches)
+        )
+
+    def splits(self, core: Core, work: Work) -> tuple[Split, ...]:
         """Every way for the data-parallel ranks to hold states."""
+        return self._splits(core._replace(microbatches=1), work)
+
+    def _all_splits(self, core: Core, work: Work) -> Iterator[Split]:
         allow = self.question.limits.allow
         for shard in divisors(core.data):
             split = Split(core.data // shard, shard, False)
@@ -166,11 +178,10 @@ class Space:
             ):
                 yield ep
 
-    def _microbatches(self, core: Core) -> Iterator[Core]:
+    def microbatches(self, core: Core) -> list[int]:
+        """Pieces in which a rank can take its share of the batch, fewest first."""
         held, allow = self.question.recipe.batch.sequences // core.data, self.question.limits.allow
-        for number in divisors(held):
-            if allow("microbatches", number) and allow("microbatch", held // number):
-                yield core._replace(microbatches=number)
+        return [n for n in divisors(held) if allow("microbatches", n) and allow("microbatch", held // n)]
 
     def _shape_problem(self, tp: int, cp: int, ep: int, shard: int) -> Problem | None:
         """What the rules say against degrees that cut the model."""
