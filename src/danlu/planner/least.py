@@ -24,17 +24,20 @@ class LeastNetwork:
 
     def __init__(self, real: Network, world: int, cluster: Cluster) -> None:
         self._real, self._inside = real, capacities(world, cluster)
-        self._links: dict[tuple[int, bool], Link] = {}
+        self._links: dict[tuple[int, bool, Span | None], Link] = {}
         self._spans: dict[tuple[int, int], Span] = {}
         # Transfers between neighbours take the first level that is wide enough: the fastest of the real ones.
         fastest, soonest = max(link.bandwidth for link in real.links), min(link.latency for link in real.links)
         self._neighbours = Link(max(world, real.links[-1].capacity) + 1, fastest, soonest)
 
-    def of(self, sizes: Sequence[int]) -> tuple[Network, Spans]:
-        """The network of groups of these sizes, in the order of `GROUPS`, and where on it each lies."""
-        links, spans = [self._neighbours], [("pp", self._span(0, 1))]
+    def of(self, sizes: Sequence[int], known: Spans = ()) -> tuple[Network, Spans]:
+        """The network of groups of these sizes, in the order of `GROUPS`, and where on it each lies.
+
+        Of the groups that are `known` the place on the real levels is settled.
+        """
+        links, spans, settled = [self._neighbours], [("pp", self._span(0, 1))], dict(known)
         for index, (name, ranks) in enumerate(zip(GROUPS, sizes, strict=True), start=1):
-            links.append(self._link(ranks, name in EXCHANGING))
+            links.append(self._link(ranks, name in EXCHANGING, settled.get(name)))
             spans.append((name, self._span(index, ranks)))
         return Network(tuple(links), self._real.start), tuple(spans)
 
@@ -46,17 +49,18 @@ class LeastNetwork:
             )
         return found
 
-    def _link(self, ranks: int, exchanging: bool) -> Link:
-        found = self._links.get((ranks, exchanging))
+    def _link(self, ranks: int, exchanging: bool, settled: Span | None) -> Link:
+        key = (ranks, exchanging, settled)
+        found = self._links.get(key)
         if found is None:
-            found = self._links[ranks, exchanging] = self._best(ranks, exchanging)
+            found = self._links[key] = self._best(*key)
         return found
 
-    def _best(self, ranks: int, exchanging: bool) -> Link:
+    def _best(self, ranks: int, exchanging: bool, settled: Span | None) -> Link:
         """One level on which a group takes the least time that any spread over the real levels gives it."""
         if ranks == 1:
             return self._neighbours
-        spreads = list(_spreads(ranks, self._inside))
+        spreads = [settled] if settled else list(_spreads(ranks, self._inside))
         busy = min(self._busy(span, exchanging) for span in spreads)
         latencies = [link.latency for link in self._real.links]
         rings = min(sum((r - 1) * late for r, late in zip(span, latencies, strict=True)) for span in spreads)

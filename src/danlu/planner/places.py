@@ -1,13 +1,13 @@
 """Where the axes of a layout can lie on the levels of a network, and how far every group then reaches.
 
-Axes follow one another from the innermost level outwards in some order, each in one piece; every order is listed. The
-experts' ranks are folded out of those of `shard × cp × tp` twice: from the inside, with the ranks that share an expert's
-states outside, and the other way round.
+Axes follow one another from the innermost level outwards, each in one piece; every order of them is listed. The ranks of
+`ep` are folded out of those of `shard × cp × tp` in every way that divides the levels.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import permutations
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 from danlu.cost.collectives import Span
@@ -26,6 +26,8 @@ from danlu.spec.placing import (
 from danlu.spec.plan import DENSE_AXES, Degrees, Plan
 
 Spans = tuple[tuple[str, Span], ...]
+INNER = ("tp", "cp", "ep")
+"""Axes that send inside every layer."""
 
 
 class Place(NamedTuple):
@@ -53,12 +55,20 @@ class Places:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._found: dict[Degrees, tuple[Place, ...]] = {}
+        self._found: dict[Degrees, dict[Spans, tuple[Place, ...]]] = {}
 
-    def of(self, degrees: Degrees) -> tuple[Place, ...]:
+    def of(self, degrees: Degrees) -> list[Place]:
         """Every place whose groups reach differently; the one without a mapping first, where there is one."""
+        return [place for some in self.by_inner(degrees).values() for place in some]
+
+    def by_inner(self, degrees: Degrees) -> dict[Spans, tuple[Place, ...]]:
+        """The same, by where the axes lie that send inside every layer."""
         if degrees not in self._found:
-            self._found[degrees] = tuple(_listed(degrees, self.cluster).values())
+            found: dict[Spans, list[Place]] = {}
+            for place in _listed(degrees, self.cluster).values():
+                inner = tuple((name, span) for name, span in place.spans if name in INNER)
+                found.setdefault(inner, []).append(place)
+            self._found[degrees] = {inner: tuple(some) for inner, some in found.items()}
         return self._found[degrees]
 
 
@@ -108,21 +118,7 @@ def _dense_tables(degrees: Degrees, cluster: Cluster) -> Iterator[tuple[Factors,
     for order in permutations(axes):
         room, factors = [band.ranks for band in levels], {axis: [1] * len(levels) for axis in DENSE_AXES}
         if all(_fill(getattr(degrees, axis), room, factors[axis]) for axis in order):
-            yield dict(factors), tuple((axis, _named(factors[axis], names)) for axis in axes)
-
-
-def _expert_tables(dense: Factors, degrees: Degrees, cluster: Cluster) -> Iterator[tuple[Factors, _Mapping]]:
-    names, axes = tuple(level.name for level in cluster.levels), ("ep", "expert_shard")
-    ranks = {"ep": degrees.ep, "expert_shard": degrees.expert_shard}
-    for order in (axes, axes[::-1]) if degrees.ep > 1 else (axes,):
-        room, factors = folded(dense), {axis: [1] * len(names) for axis in axes}
-        if all(_fill(ranks[axis], room, factors[axis]) for axis in order):
-            mapping = (("ep", _named(factors["ep"], names)),) if degrees.ep > 1 else ()
-            yield {"pp": dense["pp"], "replicate": dense["replicate"], **factors}, mapping
-
-
-def _named(row: Sequence[int], names: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    return tuple((name, factor) for name, factor in zip(names, row, strict=True) if factor > 1)
+            yield dict[str, list[int]](factors), tuple((axis, _named(factors[axis], names)) for axis in axes)
 
 
 def _fill(degree: int, room: list[int], factors: list[int]) -> bool:
@@ -132,6 +128,30 @@ def _fill(degree: int, room: list[int], factors: list[int]) -> bool:
         room[level] //= factors[level]
         degree //= factors[level]
     return degree == 1
+
+
+def _expert_tables(dense: Factors, degrees: Degrees, cluster: Cluster) -> Iterator[tuple[Factors, _Mapping]]:
+    room, names = folded(dense), tuple(level.name for level in cluster.levels)
+    for row in _rows(degrees.ep, tuple(room)):
+        rest = [free // factor for free, factor in zip(room, row, strict=True)]
+        factors: Factors = {"pp": dense["pp"], "replicate": dense["replicate"], "ep": list(row), "expert_shard": rest}
+        yield factors, (("ep", _named(row, names)),) if degrees.ep > 1 else ()
+
+
+def _named(row: Sequence[int], names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, factor) for name, factor in zip(names, row, strict=True) if factor > 1)
+
+
+@lru_cache(maxsize=65536)
+def _rows(degree: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Factors of one axis on every level, as far inside as possible first."""
+    if not room:
+        return ((),) if degree == 1 else ()
+    return tuple(
+        (factor, *rest)
+        for factor in reversed(divisors(gcd(degree, room[0])))
+        for rest in _rows(degree // factor, room[1:])
+    )
 
 
 def _spans(dense: Factors, expert: Factors, degrees: Degrees, cluster: Cluster) -> Spans:
@@ -152,12 +172,12 @@ def _spans(dense: Factors, expert: Factors, degrees: Degrees, cluster: Cluster) 
     return tuple((name, _reach(digits, axes, inside)) for name, (digits, axes) in groups.items())
 
 
-def capacities(world: int, cluster: Cluster) -> list[int]:
+def capacities(world: int, cluster: Cluster) -> tuple[int, ...]:
     """Ranks inside one unit of every level; at the outermost, all."""
     inside = [ranks_per_node(world, cluster)]
     for level in cluster.levels[1:]:
         inside.append(inside[-1] * level.fanout)
-    return [*inside[:-1], max(world, inside[-1])]
+    return *inside[:-1], max(world, inside[-1])
 
 
 def _digits(factors: Factors, axes: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -171,26 +191,26 @@ def _digits(factors: Factors, axes: Sequence[str]) -> list[tuple[str, int, int]]
     return found
 
 
-def _reach(digits: Iterable[tuple[str, int, int]], axes: Sequence[str], inside: Sequence[int]) -> Span:
-    """Members of a group on every level beyond the one below.
+def _reach(digits: Iterable[tuple[str, int, int]], axes: Sequence[str], inside: tuple[int, ...]) -> Span:
+    """Members of the group of some axes on every level beyond the one below."""
+    return _counted(tuple((factor, stride) for axis, factor, stride in digits if axis in axes), inside)
+
+
+@lru_cache(maxsize=None)
+def _counted(digits: tuple[tuple[int, int], ...], inside: tuple[int, ...]) -> Span:
+    """Members on every level of a group whose ranks are told apart by these digits.
 
     Where units are filled in part and groups lie across their borders unevenly, the members counted inside a unit are
     the largest number that divides the group and is a multiple of those inside the level below.
     """
-    mine = [(factor, stride) for axis, factor, stride in digits if axis in axes]
-    total = 1
-    for factor, _ in mine:
-        total *= factor
+    total = prod(factor for factor, _ in digits)
     span, below = [], 1
-    for index, capacity in enumerate(inside):
+    for capacity in inside[:-1]:
         members = 1
-        for factor, stride in mine:
+        for factor, stride in digits:
             room = max(1, capacity // stride)
             members *= factor if room % factor == 0 else (room if room < factor else gcd(factor, room))
-        if index == len(inside) - 1:
-            members = total
-        else:
-            members = below * max(d for d in divisors(total // below) if d * below <= max(members, below))
+        members = below * max(d for d in divisors(total // below) if d * below <= max(members, below))
         span.append(members // below)
         below = members
-    return tuple(span)
+    return (*span, total // below)

@@ -51,8 +51,8 @@ class Pricing:
         """Bytes of a layout, the same in every place."""
         return self._predictor(candidate.work.recompute).memory(self._layout(candidate, ()))
 
-    def least(self, candidate: Candidate, memory: Memory | None = None) -> Prediction:
-        """Bytes of a layout, and a time that it takes in no place less than."""
+    def least(self, candidate: Candidate, memory: Memory | None = None, known: Spans = ()) -> Prediction:
+        """Bytes of a layout, and a time that it takes in no place less than; or in none where `known` groups lie so."""
         core, work, split = candidate
         expert_shard = split.shard * core.cp * core.tp // core.ep
         predictor = self._relaxed.get(work.recompute)
@@ -68,7 +68,8 @@ class Pricing:
                 expert_shard * split.replicate,
                 core.cp,
                 core.ep,
-            )
+            ),
+            known,
         )
         return predictor.step(self._layout(candidate, spans), memory)
 

@@ -7,15 +7,16 @@ whole layout that comes up first is the best of all: the search is exact, and op
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
+from typing import NamedTuple
 
 from danlu.cost import flops_per_token
 from danlu.cost.memory import Memory
 from danlu.cost.step import Prediction
-from danlu.planner.places import Place, Places, place_of
+from danlu.planner.places import Place, Places, Spans, place_of
 from danlu.planner.pricing import Pricing
 from danlu.planner.question import Question
 from danlu.planner.space import Candidate, Core, Space, Work, candidate_of
@@ -140,6 +141,14 @@ def _simplicity(candidate: Candidate, place: Place) -> tuple[object, ...]:
     )
 
 
+class _Inner(NamedTuple):
+    """A layout some of whose axes have their place."""
+
+    candidate: Candidate
+    spans: Spans
+    memory: Memory
+
+
 _Item = tuple[float, int, tuple[object, ...], int, object]
 
 
@@ -171,6 +180,8 @@ class _Search:
                 self._open_core(bound, node)
             elif isinstance(node, Candidate):
                 self._open_candidate(bound, node)
+            elif isinstance(node, _Inner):
+                self._open_inner(bound, node)
             else:
                 assert isinstance(node, tuple)
                 self._open_work(bound, *node)
@@ -228,22 +239,31 @@ class _Search:
         return self.fewest[key]
 
     def _open_candidate(self, bound: float, candidate: Candidate) -> None:
+        """Settle where the axes lie that send inside every layer."""
         if self._degrees(candidate) in self.done:
             return
-        for choice in self._choices(candidate):
+        memory = self.pricing.bytes(candidate)
+        for inner in self.places.by_inner(candidate.degrees):
+            least = self.pricing.least(candidate, memory, inner)
+            self._push(max(bound, least.seconds), _Inner(candidate, inner, memory))
+
+    def _open_inner(self, bound: float, node: _Inner) -> None:
+        if self._degrees(node.candidate) in self.done:
+            return
+        for place in self.places.by_inner(node.candidate.degrees)[node.spans]:
+            choice = self._choice(node.candidate, place, node.memory)
             self.incumbent = min(self.incumbent, choice.seconds)
             self._push(max(bound, choice.seconds), choice, _simplicity(choice.candidate, choice.place))
 
-    def _choices(self, candidate: Candidate) -> Iterator[Choice]:
-        memory: Memory | None = None
-        for place in self.places.of(candidate.degrees):
-            self.priced += 1
-            prediction = self.pricing.exact(candidate, place, memory)
-            memory = prediction.memory
-            yield Choice(question=self.question, candidate=candidate, place=place, prediction=prediction)
+    def _choice(self, candidate: Candidate, place: Place, memory: Memory) -> Choice:
+        self.priced += 1
+        prediction = self.pricing.exact(candidate, place, memory)
+        return Choice(question=self.question, candidate=candidate, place=place, prediction=prediction)
 
     def _priced(self, candidate: Candidate) -> Choice:
-        return min(self._choices(candidate), key=_rank)
+        """A layout in its best place."""
+        memory = self.pricing.bytes(candidate)
+        return min((self._choice(candidate, place, memory) for place in self.places.of(candidate.degrees)), key=_rank)
 
     def _take(self, choice: Choice) -> None:
         degrees = self._degrees(choice.candidate)
