@@ -1,11 +1,11 @@
 """Where the axes of a layout can lie on the levels of a network, and how far every group then reaches.
 
-Axes follow one another from the innermost level outwards, each in one piece; every order of them is listed. The ranks of
-`ep` are folded out of those of `shard × cp × tp` in every way that divides the levels.
+Axes follow one another from the innermost level outwards, each in one piece; every order of them is listed. The ranks
+of `ep` are folded out of those of `shard × cp × tp` in every way that divides the levels.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import permutations
 from math import gcd, prod
 from typing import NamedTuple
@@ -122,7 +122,7 @@ def _dense_tables(degrees: Degrees, cluster: Cluster) -> Iterator[tuple[Factors,
 
 
 def _fill(degree: int, room: list[int], factors: list[int]) -> bool:
-    """Give an axis what is left from the inside outwards, and take it out of `room`; whether all of it found a place."""
+    """Give an axis what is left from the inside outwards, out of `room`; whether all of it found a place."""
     for level, free in enumerate(room):
         factors[level] = gcd(degree, free)
         room[level] //= factors[level]
@@ -196,7 +196,7 @@ def _reach(digits: Iterable[tuple[str, int, int]], axes: Sequence[str], inside: 
     return _counted(tuple((factor, stride) for axis, factor, stride in digits if axis in axes), inside)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _counted(digits: tuple[tuple[int, int], ...], inside: tuple[int, ...]) -> Span:
     """Members on every level of a group whose ranks are told apart by these digits.
 

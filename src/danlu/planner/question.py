@@ -49,7 +49,9 @@ def limits(fix: str = "", without: str = "") -> Limits:
         knob, _, values = word.partition("=")
         knob = knob.strip()
         if knob not in KNOBS or not values:
-            raise QuestionError(f'--fix: "{word}" must be a knob and its value, such as tp=8: {nearest(knob, [*KNOBS])}')
+            raise QuestionError(
+                f'--fix: "{word}" must be a knob and its value, such as tp=8: {nearest(knob, [*KNOBS])}'
+            )
         fixed[knob] = frozenset(value.strip().lower() for value in values.split("|"))
     refused: dict[str, frozenset[str]] = {}
     for word in _words(without):
@@ -61,7 +63,9 @@ def limits(fix: str = "", without: str = "") -> Limits:
             refused["recompute"] = refused.get("recompute", frozenset()) | {word}
         else:
             known = [*DENSE_AXES, "ep", *SCHEDULES, *RECOMPUTES]
-            raise QuestionError(f'--without: "{word}" is neither an axis, a schedule nor a recompute: {nearest(word, known)}')
+            raise QuestionError(
+                f'--without: "{word}" is neither an axis, a schedule nor a recompute: {nearest(word, known)}'
+            )
     return Limits(fixed, refused)
 
 
@@ -85,8 +89,8 @@ class Question:
     def __post_init__(self) -> None:
         if not isinstance(self.recipe.model, Model):
             raise QuestionError(
-                f'the model "{self.recipe.model.name}" is a module of its own, whose layers no formula knows: describe it '
-                "by its shape under [model], or choose its layout by hand"
+                f'the model "{self.recipe.model.name}" is a module of its own, whose layers no formula knows: describe '
+                "it by its shape under [model], or choose its layout by hand"
             )
         if not 1 <= self.chips <= self.cluster.chips:
             raise QuestionError(

@@ -1,8 +1,8 @@
 """The best layouts of a question, and the proof that no other is better.
 
 Layouts are a tree: a core (how the model and the batch are cut), its pipelines, how states are split, the place on the
-network. Every node has a time that none of the layouts below it beats. The node with the least is opened next, so that a
-whole layout that comes up first is the best of all: the search is exact, and opens only what could have won.
+network. Every node has a time that none of the layouts below it beats. The node with the least is opened next, so that
+a whole layout that comes up first is the best of all: the search is exact, and opens only what could have won.
 """
 
 import heapq
@@ -104,6 +104,17 @@ def price(question: Question, plan: Plan) -> Choice:
     )
 
 
+def in_best_place(question: Question, candidate: Candidate) -> Choice:
+    """Price one layout in the place where it is fastest."""
+    pricing = Pricing(question)
+    memory = pricing.bytes(candidate)
+    choices = (
+        Choice(question=question, candidate=candidate, place=place, prediction=pricing.exact(candidate, place, memory))
+        for place in Places(question.cluster).of(candidate.degrees)
+    )
+    return min(choices, key=_rank)
+
+
 def search(question: Question, shown: int = SHOWN, progress: Progress | None = None) -> Answer:
     """Find the fastest layouts that fit, with the proof that there is no faster one."""
     return _Search(question, shown, progress).run()
@@ -128,7 +139,7 @@ def _rank(choice: Choice) -> tuple[float, tuple[object, ...]]:
 
 
 def _simplicity(candidate: Candidate, place: Place) -> tuple[object, ...]:
-    core, work, split = candidate
+    core, _, split = candidate
     return (
         core.pp,
         core.cp,
@@ -191,7 +202,7 @@ class _Search:
             layouts=self.layouts,
             priced=self.priced,
             seconds=monotonic() - begin,
-            leanest=None if self.best or self.leanest is None else self._priced(self.leanest[1]),
+            leanest=None if self.best or self.leanest is None else in_best_place(self.question, self.leanest[1]),
         )
 
     def _push(self, bound: float, node: object, rank: tuple[object, ...] = ()) -> None:
@@ -259,11 +270,6 @@ class _Search:
         self.priced += 1
         prediction = self.pricing.exact(candidate, place, memory)
         return Choice(question=self.question, candidate=candidate, place=place, prediction=prediction)
-
-    def _priced(self, candidate: Candidate) -> Choice:
-        """A layout in its best place."""
-        memory = self.pricing.bytes(candidate)
-        return min((self._choice(candidate, place, memory) for place in self.places.of(candidate.degrees)), key=_rank)
 
     def _take(self, choice: Choice) -> None:
         degrees = self._degrees(choice.candidate)

@@ -61,9 +61,7 @@ class Candidate(NamedTuple):
     def degrees(self) -> Degrees:
         """Ranks along every axis."""
         core, split = self.core, self.split
-        return Degrees(
-            pp=core.pp, replicate=split.replicate, shard=split.shard, cp=core.cp, tp=core.tp, ep=core.ep
-        )
+        return Degrees(pp=core.pp, replicate=split.replicate, shard=split.shard, cp=core.cp, tp=core.tp, ep=core.ep)
 
     def plan(self, mapping: dict[str, dict[str, int]] | None = None) -> Plan:
         """The layout as a plan; what is the default is left out."""
@@ -139,9 +137,7 @@ class Space:
 
     def _filled_works(self, pp: int, microbatches: int) -> tuple[Work, ...]:
         return tuple(
-            work
-            for work in self.works(pp)
-            if not self.fill_problem(pp, work.schedule, work.virtual, microbatches)
+            work for work in self.works(pp) if not self.fill_problem(pp, work.schedule, work.virtual, microbatches)
         )
 
     def splits(self, core: Core, work: Work) -> tuple[Split, ...]:
