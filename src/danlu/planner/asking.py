@@ -63,8 +63,9 @@ def _set(values: dict[str, Any], name: str, value: str, change: str) -> dict[str
             factor = float(value[:-1])
         except ValueError:
             raise QuestionError(f'--what-if: "{change}": {value} is not a factor such as 2x') from None
-        scaled = {key: one * factor for key, one in now.items()} if isinstance(now, dict) else now * factor
-        return values | {name: round(scaled) if isinstance(now, int) else scaled}
+        if isinstance(now, dict):
+            return values | {name: {key: one * factor for key, one in now.items()}}
+        return values | {name: round(now * factor) if isinstance(now, int) else now * factor}
     return values | {name: int(value) if value.isdecimal() else value}
 
 
