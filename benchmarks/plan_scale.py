@@ -1,4 +1,4 @@
-"""How long `danlu plan` takes for published jobs and for 100,000 chips, and whether it finds what pricing everything finds.
+"""How long `danlu plan` takes for published jobs and 100,000 chips, and whether it finds what pricing all finds.
 
     python benchmarks/plan_scale.py           # five large questions, and small ones against exhaustive pricing
     python benchmarks/plan_scale.py --quick   # one large question, two small ones

@@ -84,9 +84,20 @@ def best(asked: Asked, out: Path | None, page: Path | None, open_page: bool) -> 
     if page is not None:
         from danlu.report.plan_page import plan_page
 
-        _write(page, plan_page(answer, found, refused, kept))
+        _write(page, plan_page(answer, found, refused, kept, _scaling(asked, chosen)))
         if open_page:
             open_in_browser(page)
+
+
+def _scaling(asked: Asked, chosen: Choice) -> list[tuple[int, Choice | None]]:
+    """The best layouts of an eighth, a quarter and half of the chips, and of all."""
+    found: list[tuple[int, Choice | None]] = []
+    for part in (8, 4, 2):
+        chips = asked.question.chips // part
+        if chips >= 1 and asked.question.chips % part == 0:
+            answer = asked.searching(replace(asked.question, chips=chips), 1)
+            found.append((chips, answer.best[0] if answer.best else None))
+    return [*found, (asked.question.chips, chosen)]
 
 
 def why_not(asked: Asked, wanted: str) -> None:

@@ -116,9 +116,10 @@ def _dense_tables(degrees: Degrees, cluster: Cluster) -> Iterator[tuple[Factors,
         return
     axes = [axis for axis in reversed(DENSE_AXES) if getattr(degrees, axis) > 1]
     for order in permutations(axes):
-        room, factors = [band.ranks for band in levels], {axis: [1] * len(levels) for axis in DENSE_AXES}
+        room = [band.ranks for band in levels]
+        factors: Factors = {axis: [1] * len(levels) for axis in DENSE_AXES}
         if all(_fill(getattr(degrees, axis), room, factors[axis]) for axis in order):
-            yield dict[str, list[int]](factors), tuple((axis, _named(factors[axis], names)) for axis in axes)
+            yield factors, tuple((axis, _named(factors[axis], names)) for axis in axes)
 
 
 def _fill(degree: int, room: list[int], factors: list[int]) -> bool:
