@@ -10,7 +10,7 @@ from layouts import LAYOUTS, Layout, recipe
 
 from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import build_mesh
-from danlu.framework.dryrun import dry_run, trace_step
+from danlu.framework.dryrun import dry_run, real_step
 
 
 def layouts(world: int) -> list[Layout]:
@@ -27,9 +27,8 @@ def main() -> None:
         made = recipe(layout.model, str(folder / "shards"), layout.changes)
         join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
         mesh = build_mesh(layout.plan, torch.device("cpu"), rank, layout.cluster, experts=made.model.moe is not None)
-        real = trace_step(
-            made, mesh, layout.cluster, warm_up=1
-        )  # the dry run has only a first step, which must be alike
+        # A dry run has only a first step, and says that later ones are alike.
+        real = real_step(made, mesh, layout.cluster, warm_up=1)
         leave()
         dry = dry_run(made, layout.plan, layout.cluster, rank)
         result = {"name": layout.name, "real": real.model_dump(mode="json"), "dry": dry.model_dump(mode="json")}

@@ -48,7 +48,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
     """
     values = read(catalogue("models")[model]).values | {"vocabulary": 264}
     for key, value in (changes or {}).items():
-        if key in ("balance", "score", "shared"):
+        if key in ("balance", "experts", "score", "shared"):
             values["moe"] = values["moe"] | {key: value}
         else:
             values[key] = value
@@ -139,6 +139,7 @@ def _layouts() -> list[Layout]:
     moe("tp, experts whole", tp=2)
     moe("ep over tp", tp=2, ep=2)
     moe("fsdp × ep", shard=4, ep=2)
+    moe("fsdp × ep, fewer experts than ranks", {"experts": 4}, shard=8, ep=2)
     moe("fsdp × tp × ep 4", shard=2, tp=2, ep=4)
     moe("cp × ep", cp=2, shard=2, ep=2)
     moe("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)

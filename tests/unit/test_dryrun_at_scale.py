@@ -1,30 +1,31 @@
 """The dry run at sizes this machine does not have."""
 
-import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.framework.dryrun import NotYetDryError, dry_run
-from danlu.report.trace import traffic_table
+from danlu.cost.model import flops_per_token
+from danlu.framework.dryrun import dry_run, dry_runs
+from danlu.report.trace import footer, memory_table, operator_table, owner, traffic_table
 from danlu.spec import load_cluster
 from danlu.spec.load import load_model
 from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Recipe
-from danlu.spec.trace import Trace
+from danlu.spec.recipe import Batch, Data, Precision, Recipe
+from danlu.spec.trace import KINDS, DryRun, Trace
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
 
-def recipe(model: str = "tiny-llama", sequences: int = 512) -> Recipe:
+def recipe(model: str = "tiny-llama", sequences: int = 512, compute: str = "fp32") -> Recipe:
     return Recipe(
         name="dry",
         steps=1,
         model=load_model(model),
         data=Data(shards="none"),
         batch=Batch(sequences=sequences, length=64),
+        precision=Precision(compute=compute),
     )
 
 
@@ -32,25 +33,30 @@ def total(trace: Trace, axes: str) -> int:
     return sum(call.total for call in trace.collectives if call.axes == axes)
 
 
+def held(trace: Trace, kind: str) -> int:
+    return trace.peak.held[KINDS.index(kind)]
+
+
 def test_a_rank_of_two_thousand_is_run_here() -> None:
     plan = Plan(degrees=Degrees(replicate=2, shard=256, tp=4))
     trace = dry_run(recipe(), plan, load_cluster("h100-pod"), rank=2047)
-    assert (trace.rank, trace.world) == (2047, 2048)
+    assert (trace.rank, trace.world, trace.stands_for) == (2047, 2048, 2048)
+    assert trace.place == {"pp": 0, "replicate": 1, "shard": 255, "cp": 0, "tp": 3}
     levels = {call.axes: call.level for call in trace.collectives}
     assert levels == {"tp": "node", "shard": "pod", "replicate": "pod", "world": "pod"}
-    assert trace.peak == sum(trace.peak_by_kind.values())
 
 
 def test_sharding_divides_the_states_and_a_replica_adds_none() -> None:
     one = dry_run(recipe(sequences=8), Plan(), None, rank=0)
     eight = dry_run(recipe(sequences=8), Plan(degrees=Degrees(shard=8)), None, rank=3)
-    assert eight.peak_by_kind["parameters"] == pytest.approx(one.peak_by_kind["parameters"] / 8, rel=0.01)
-    assert eight.peak_by_kind["optimiser"] == pytest.approx(one.peak_by_kind["optimiser"] / 8, rel=0.01)
+    for kind in ("parameters", "optimiser"):
+        assert held(eight, kind) == pytest.approx(held(one, kind) / 8, rel=0.01)
     assert one.collectives == ()
 
 
 def test_recompute_lowers_the_peak() -> None:
-    peaks = [dry_run(recipe(sequences=8), Plan(recompute=mode), None, 0).peak for mode in ("none", "selective", "full")]
+    traces = [dry_run(recipe(sequences=8), Plan(recompute=mode), None, 0) for mode in ("none", "selective", "full")]
+    peaks = [trace.peak.total for trace in traces]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
 
@@ -59,7 +65,7 @@ def test_stages_of_a_pipeline_differ() -> None:
     plan = Plan(degrees=Degrees(pp=4, shard=16), microbatches=8, pipeline=Pipeline(schedule="1f1b"))
     first, last = (dry_run(recipe(), plan, None, rank) for rank in (0, 63))
     assert total(first, "pp") == total(last, "pp") > 0
-    assert first.peak != last.peak
+    assert first.peak.total != last.peak.total
 
 
 def test_experts_are_routed_evenly_and_exchanged_among_the_ranks_that_hold_them() -> None:
@@ -70,25 +76,105 @@ def test_experts_are_routed_evenly_and_exchanged_among_the_ranks_that_hold_them(
     assert {call.axes for call in exchanges} == {"ep"}
     assert [call.size for call in exchanges] == [copies * width * 4]
     assert sum(call.count for call in exchanges) == 4 * layers, "there and back, forward and backward"
+    assert trace.place["ep"] == 7
 
 
-def test_compiled_blocks_are_refused_by_name() -> None:
-    with pytest.raises(NotYetDryError, match="`compile` must be false"):
-        dry_run(recipe(), Plan(compile=True), None, 0)
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(shard=2, cp=2), Degrees(pp=2, tp=2)])
+def test_flops_are_those_of_the_mathematics_and_divide_over_the_ranks(degrees: Degrees) -> None:
+    made = recipe(sequences=8)
+    plan = Plan(degrees=degrees, microbatches=2)
+    places = [dry_run(made, plan, None, place * degrees.stage) for place in range(degrees.pp)]
+    model, length = made.model, made.batch.length
+    needed = flops_per_token(model, length) * made.batch.tokens
+    # Elementwise work is not counted. A norm's parameter is not multiplied by a matrix, attention takes five products
+    # backward instead of four, and the diagonal belongs to a causal half.
+    norms = 6 * made.batch.tokens * model.width * (2 * model.layers + 1)
+    attention = 2 * made.batch.tokens * model.layers * model.heads * model.head * (length + 1) / 2
+    expected = needed - norms + attention * (2 + 5) - attention * 6 * length / (length + 1)
+    assert sum(trace.flops for trace in places) * degrees.stage == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_table_has_every_byte() -> None:
-    trace = dry_run(recipe(sequences=8), Plan(degrees=Degrees(shard=4, tp=2)), None, 0)
+def test_operators_are_told_by_module_and_phase() -> None:
+    trace = dry_run(recipe(sequences=8, compute="bf16"), Plan(degrees=Degrees(tp=2), recompute="full"), None, 0)
+    products = {
+        phase: next(o for o in trace.operators if (o.name, o.module, o.phase) == ("aten.mm", "blocks.*.mlp.up", phase))
+        for phase in ("forward", "recompute", "backward")
+    }
+    tokens, width, hidden = 8 * 64, 64, 128 // 2
+    forward = products["forward"]
+    assert forward.inputs == (f"bf16[{tokens}, {width}]", f"bf16[{width}, {hidden}]")
+    assert forward.outputs == (f"bf16[{tokens}, {hidden}]",)
+    assert forward.flops == 2 * tokens * width * hidden
+    assert forward.bytes == 2 * (tokens * width + width * hidden + tokens * hidden)
+    assert forward.count == load_model("tiny-llama").layers == products["recompute"].count
+    assert {operator.module for operator in trace.operators if operator.phase == "optimiser"} == {""}
+    assert not any("view" in operator.name or operator.name == "aten.empty" for operator in trace.operators)
+
+
+def test_what_is_recomputed_computes_the_same_again() -> None:
+    plain, full = (dry_run(recipe(sequences=8), Plan(recompute=mode), None, 0) for mode in ("none", "full"))
+
+    def flops(trace: Trace, phase: str) -> float:
+        return sum(o.flops * o.count for o in trace.operators if o.phase == phase and o.module.startswith("blocks"))
+
+    # Recompute stops before the last product of a block: nobody needs its result for the backward pass.
+    last = sum(o.flops * o.count for o in plain.operators if (o.module, o.phase) == ("blocks.*.mlp.down", "forward"))
+    assert flops(full, "recompute") == flops(plain, "forward") - last
+    assert flops(full, "backward") == flops(plain, "backward")
+    assert flops(plain, "recompute") == 0
+
+
+def test_gradients_wait_for_the_optimiser_and_are_told_from_activations() -> None:
+    trace = dry_run(recipe(sequences=8), Plan(degrees=Degrees(shard=4)), None, 0)
+    parameters, gradients = KINDS.index("parameters"), KINDS.index("gradients")
+    after = next(instant for instant in trace.memory if instant.phase == "optimiser")
+    assert after.held[gradients] == after.held[parameters], "the shards of all, before the optimiser has taken them"
+    assert trace.memory[0].held[gradients] == 0
+    during = max(instant.held[gradients] for instant in trace.memory if instant.phase == "backward")
+    assert during > after.held[gradients], "whole gradients of a layer, until they are reduced"
+
+
+def test_the_timeline_is_short_and_has_the_peak() -> None:
+    trace = dry_run(recipe(sequences=8), Plan(recompute="full"), None, 0)
+    assert 100 < len(trace.memory) <= 300
+    assert trace.peak in trace.memory
+    assert trace.peak.total == max(instant.total for instant in trace.memory)
+    assert [instant.at for instant in trace.memory] == sorted(instant.at for instant in trace.memory)
+    assert {instant.phase for instant in trace.memory} == {"forward", "recompute", "backward", "optimiser"}
+
+
+def test_compiled_blocks_are_run_as_written_and_a_note_says_so() -> None:
+    compiled = dry_runs(recipe(sequences=8), Plan(compile=True), None, [0])
+    plain = dry_runs(recipe(sequences=8), Plan(), None, [0])
+    assert compiled.traces[0].operators == plain.traces[0].operators
+    assert [note.split(":")[0] for note in compiled.notes] == ["`compile` is true"]
+    assert plain.notes == ()
+
+
+def test_the_tables_have_every_byte_and_name_the_peak() -> None:
+    run = dry_runs(recipe(sequences=8), Plan(degrees=Degrees(shard=4, tp=2)), load_cluster("h100-pod"), [0])
+    (trace,) = run.traces
     assert traffic_table(trace).row_count == len({(call.axes, call.operation) for call in trace.collectives})
+    assert operator_table(trace).row_count == 10
+    kinds = sum(1 for size in trace.peak.held if size)
+    assert memory_table(run).row_count == kinds + 2
+    assert owner(trace.peak) == f"{trace.peak.phase} of {trace.peak.module}, microbatch 0"
+    assert owner(trace.peak) in footer(run)[0]
 
 
-@pytest.mark.parametrize(("ranks", "found"), [("first,last", [0, 7]), ("5", [5]), ("0, first", [0])])
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [("first,last", [0, 7]), ("5", [5]), ("0, first", [0]), ("classes", [0, 4]), ("", [0, 4])],
+)
 def test_the_command_runs_the_ranks_it_is_asked_for(tmp_path: Path, ranks: str, found: list[int]) -> None:
-    (tmp_path / "plan.toml").write_text("[degrees]\nshard = 4\ntp = 2\n")
+    (tmp_path / "plan.toml").write_text("microbatches = 2\n[degrees]\npp = 2\nshard = 2\ntp = 2\n")
     command = ["dryrun", str(QUICKSTART), "--plan", str(tmp_path / "plan.toml"), "--ranks", ranks]
-    result = CliRunner().invoke(app, [*command, "--json"])
+    result = CliRunner().invoke(app, [*command, "--json", "--out", str(tmp_path / "dry.json")])
     assert result.exit_code == 0, result.output
-    assert [trace["rank"] for trace in json.loads(result.stdout)] == found
+    run = DryRun.model_validate_json(result.stdout)
+    assert [trace.rank for trace in run.traces] == found
+    assert run == DryRun.model_validate_json((tmp_path / "dry.json").read_text())
+    assert len(run.schedule) == run.degrees["pp"] == 2
 
 
 def test_a_rank_beyond_the_world_is_refused() -> None:

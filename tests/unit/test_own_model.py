@@ -76,6 +76,7 @@ WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
         r"Bilinear, not nn\.Embedding or nn\.Linear",
     ),
     "row of a table": ("Chain", TENSOR, {"tensor": {"token": "row"}}, r"Embedding, not nn\.Linear"),
+    "a tie split in one place": ("Tied", TENSOR, {"tensor": {"token": "column"}}, r"share a parameter.*alike"),
     "pipeline of what cannot be seen": ("Uncountable", PIPELINE, {}, r"degrees\.pp.*cannot be seen: DataDependent"),
     "a plan with other styles": ("mixtral", TENSOR, {}, r"tp_plan.*MixtralForCausalLM.*packed_colwise"),
 }

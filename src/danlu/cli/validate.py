@@ -24,7 +24,8 @@ def validate(
     from danlu.cost.validation import validate as held_against
     from danlu.report.validation import validation_json, validation_tables, write_validation
 
-    found = held_against()
+    with Console(stderr=True).status("predicting the published runs"):
+        found = held_against()
     if open_page and page is None:
         page = Path("validation.html")
     if page is not None:

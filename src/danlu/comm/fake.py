@@ -37,7 +37,7 @@ def transfers_pending() -> Iterator[None]:
         tensors = tuple(operation.tensor for operation in operations)
         return [PendingTransfer(work, tensors) for work in transfer(operations, desc)]
 
-    schedules._batch_p2p = held
+    schedules._batch_p2p = held  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -29,15 +29,31 @@ class StageTime(NamedTuple):
 
 def pipeline_time(stages: Sequence[StageTime], microbatches: int, schedule: Schedule, stages_per_rank: int) -> float:
     """Seconds from the first forward to the last backward over the ranks of one pipeline."""
-    slowest = max(stages, key=lambda stage: stage.slot)
-    steady = microbatches * slowest.slot
+    slowest = max(range(len(stages)), key=lambda rank: stages[rank].slot)
+    steady = microbatches * stages[slowest].slot
     if len(stages) == 1:
         return steady
     if schedule == "zero-bubble":
-        waits = [max(0.0, stage.slot - 2 * stage.weights) / stages_per_rank for stage in stages]
-    elif schedule == "zbv":
+        waits = [max(0.0, stage.slot - 2 * stage.weights) for stage in stages]
+        return steady + (sum(waits) - waits[slowest]) / stages_per_rank
+    if schedule == "zbv":
         # Forward, backward for inputs and for weights fill each other's waits as far as they are equal.
         waits = [abs(stage.backward - stage.weights - stage.forward) / 2 for stage in stages]
-    else:
-        waits = [stage.slot / stages_per_rank for stage in stages]
-    return steady + sum(waits) - waits[stages.index(slowest)]
+        return steady + sum(waits) - waits[slowest]
+    return steady + _waits(stages, slowest, microbatches) / stages_per_rank
+
+
+def _waits(stages: Sequence[StageTime], slowest: int, microbatches: int) -> float:
+    """How long the slowest rank waits, for 1F1B.
+
+    For the passes of the ranks before it, first and last; and twice for the ranks behind it: until its first backward,
+    while it goes on with forwards, and after its last forward, while it goes on with backwards.
+    """
+    own = stages[slowest]
+    before = sum(stage.slot for stage in stages[:slowest])
+    behind = sum(stage.slot for stage in stages[slowest + 1 :])
+    ahead = min(len(stages) - slowest - 1, microbatches - 1)
+    sending = own.sending / 2
+    first = max(0.0, behind - ahead * (own.forward + sending))
+    last = max(0.0, behind - ahead * (own.backward + sending))
+    return before + (first + last if ahead else behind)

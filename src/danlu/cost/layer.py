@@ -65,9 +65,9 @@ class Pass(NamedTuple):
         """With exposed traffic, and at least as long as the host takes."""
         return self.compute + self.tensor + self.expert + self.context + self.waiting
 
-    def launched(self, host: float) -> "Pass":
-        """The same pass when its kernels take the host so long to launch."""
-        return self._replace(waiting=max(0.0, host - self.total))
+    def launched(self, host: float, blocking: bool) -> "Pass":
+        """The same pass when its kernels take the host so long to launch, ahead of the chip or after each kernel."""
+        return self._replace(waiting=host if blocking else max(0.0, host - self.total))
 
 
 class LayerTime(NamedTuple):
@@ -118,7 +118,8 @@ def layer_time(
         context=_context(shape, tokens, cut, network, software, core_backward, 2),
     )
     host = habits.host * (kernels + (4 if cut.tp > 1 else 0))
-    forward, backward = forward.launched(host), backward.launched(1.3 * host)
+    blocking = software.blocking_launches
+    forward, backward = forward.launched(host, blocking), backward.launched(1.3 * host, blocking)
     return LayerTime(forward, backward, weights, _again(forward, shape, tokens, cut, device, software))
 
 
@@ -260,6 +261,8 @@ def _again(forward: Pass, shape: Shape, tokens: int, cut: Cut, device: Device, s
         return Pass(attention=forward.attention)
     if software.recompute == "elementwise":
         return Pass(elementwise=forward.elementwise)
+    if software.recompute == "alternate":
+        return Pass(elementwise=forward.elementwise, linear=forward.linear / 2)
     if software.recompute == "latent" and shape.latent:
         up = list(_attention_products(shape, tokens, cut.tp))[2:4]
         return Pass(linear=sum(matmul(device, m, n, k) for m, n, k in up))

@@ -68,9 +68,9 @@ class Replicas:
 
 
 def state_bytes(
-    held: Held, dense: Replicas, experts: Replicas, sharding: Sharding, software: Software
+    held: Held, dense: Replicas, experts: Replicas, sharding: Sharding, software: Software, *, whole: bool = False
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimiser states of one rank."""
+    """Bytes of parameters, gradients (`whole` until the last microbatch) and optimiser states of one rank."""
 
     def split(bytes_each: float, over: Split) -> float:
         return bytes_each * (held.dense / dense.over(over) + held.experts / experts.over(over))
@@ -78,7 +78,7 @@ def state_bytes(
     parameters = split(software.parameter_bytes, sharding.parameters)
     if sharding.parameters != "none" and not software.keeps_half:
         parameters = 0.0
-    gradients = split(software.gradient_bytes, sharding.gradients)
+    gradients = split(software.gradient_bytes, "none" if whole else sharding.gradients)
     optimizer = split(software.optimizer_bytes, sharding.optimizer)
     if software.gradient_bytes == 2:
         optimizer += split(4, sharding.optimizer)  # the update needs them in fp32
@@ -93,11 +93,39 @@ def layer_activations(shape: Shape, cut: Cut, software: Software, *, moe: bool, 
     stream = tokens * shape.width / (cut.tp if software.sequence_parallel else 1)
     if software.recompute == "full":
         return 2.0 * stream
+    if software.recompute == "alternate":
+        return _alternate(shape, cut, software, tokens, stream, moe)
     width = 1.0 if fp8 else 2.0
     attention = _attention(shape, cut, software, tokens, width)
     # Inputs of both norms, and of the products behind them.
-    kept = 4.0 * stream + (0.0 if software.recompute == "elementwise" else 2 * width * stream)
+    inputs = tokens * shape.width if software.keeps_gathered else stream
+    kept = 4.0 * stream + (0.0 if software.recompute == "elementwise" else 2 * width * inputs)
+    if software.eager and software.recompute != "elementwise":
+        # What a compiler would fuse away: fp32 copies in norms and in the rotation of queries and keys.
+        kept += 8.0 * stream + 4.0 * tokens * (shape.heads + shape.kv_heads) * shape.head / cut.tp
     return kept + attention + _feed_forward(shape, cut, software, tokens, width, moe)
+
+
+def layer_gradients(shape: Shape, cut: Cut, software: Software, *, moe: bool) -> float:
+    """Bytes of gradients of activations while one layer's backward pass is in its feed-forward network.
+
+    Of the hidden features before and after the activation, and of the stream on either side.
+    """
+    tokens = cut.sequences * cut.length / cut.cp
+    stream = tokens * shape.width / (cut.tp if software.sequence_parallel else 1)
+    hidden = tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
+    if moe:
+        hidden += tokens * shape.top_k / cut.tp * shape.expert_width * software.imbalance
+    return 2.0 * (shape.into + 1) * hidden + 4.0 * stream
+
+
+def _alternate(shape: Shape, cut: Cut, software: Software, tokens: float, stream: float, moe: bool) -> float:
+    """Input and output of attention, and the first, third, fifth and seventh of seven products (torchtitan)."""
+    saved = 2.0 * tokens * (2 * shape.heads * shape.head + shape.kv_heads * shape.value) / cut.tp
+    hidden = 2.0 * tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
+    if moe:
+        hidden += 2.0 * tokens * shape.top_k / cut.tp * (shape.expert_width + 2 * shape.width) * software.imbalance
+    return saved + hidden + 4.0 * stream
 
 
 def _attention(shape: Shape, cut: Cut, software: Software, tokens: float, width: float) -> float:
@@ -118,6 +146,8 @@ def _attention(shape: Shape, cut: Cut, software: Software, tokens: float, width:
 def _feed_forward(shape: Shape, cut: Cut, software: Software, tokens: float, width: float, moe: bool) -> float:
     """Bytes kept by the feed-forward network, or by router, experts and shared experts."""
     copies = 2.0 * shape.into + (0.0 if software.recompute == "elementwise" else width)
+    if software.eager and shape.gated and software.recompute != "elementwise":
+        copies += 2.0  # the gate after its own activation
     hidden = tokens * (shape.shared_width if moe else shape.mlp) / cut.tp * copies
     if not moe:
         return hidden
@@ -152,22 +182,33 @@ def in_flight(rank: int, pp: int, stages_per_rank: int, microbatches: int, sched
 
 
 def logit_bytes(shape: Shape, cut: Cut, software: Software) -> float:
-    """Bytes of the logits of one microbatch at the loss: half precision and fp32 with their gradients, or fused."""
+    """Bytes of the logits of one microbatch at the loss."""
     tokens = cut.sequences * cut.length / cut.cp
-    return tokens * shape.vocabulary / cut.tp * (6.0 if software.fused_loss else 10.0)
+    return tokens * shape.vocabulary / cut.tp * software.logit_bytes
 
 
-def gathered_bytes(
-    shape: Shape, held: Held, holding: Holding, sharding: Sharding, software: Software, reshards: bool
-) -> float:
-    """Bytes of parameters and gradients that are whole for a moment where they are split: two layers of each.
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes that are whole for a moment where states are split."""
 
-    Without resharding all parameters of the rank stay whole.
-    """
+    always: float = 0.0
+    """All parameters of the rank, without resharding."""
+    layers: float = 0.0
+    """Two layers, and the gradients of one, in the passes of layers."""
+    head: float = 0.0
+    """The head, while the loss is taken."""
+
+
+def gathered(
+    shape: Shape, held: Held, holding: Holding, tp: int, sharding: Sharding, software: Software, reshards: bool
+) -> Gathered:
+    """What is whole beside the split states."""
     if sharding.parameters == "none":
-        return 0.0
-    table = shape.vocabulary * shape.width if holding.embedding or holding.head else 0
+        return Gathered()
+    table = shape.vocabulary * shape.width / tp if holding.embedding or holding.head else 0.0
     count = held.dense + held.experts
-    layer = (count - min(table, held.dense)) / max(1, holding.layers)
-    whole = 2 * layer if reshards else count
-    return whole * software.parameter_bytes + max(layer, table) * software.gradient_bytes
+    layer = max(0.0, count - table) / max(1, holding.layers)
+    if not reshards:
+        return Gathered(count * software.parameter_bytes, layer * software.gradient_bytes)
+    layers = layer * (2 * software.parameter_bytes + software.gradient_bytes)
+    return Gathered(0.0, layers, table * software.parameter_bytes)

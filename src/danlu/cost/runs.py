@@ -18,8 +18,10 @@ from danlu.spec.recipe import Batch
 
 FOLDER = Path(__file__).parent / "published"
 _SHARDING: dict[str, Sharding] = {"none": REPLICATED, "optimizer": ZERO_1, "gradients": ZERO_2, "parameters": ZERO_3}
-_BUCKETS = 2 * 5e8 * 2
-"""Bytes of the buckets in which DeepSpeed reduces and gathers: by default 5e8 elements each, in half precision."""
+_BUCKET = 5e8
+"""Elements that DeepSpeed reduces or gathers at once by default: gradients as they are kept, parameters in half."""
+_LOGIT_BYTES = {"fused": 6.0, "fsdp": 14.0}
+"""Held at the loss: a fused kernel, PyTorch's own; Megatron's and the others' reuse their fp32 copy in place."""
 _INNER_LATENCY = 2e-6
 """Seconds of one round inside a node; of the order that NVLink's makers and users report."""
 _OUTER_LATENCY = 6e-6
@@ -97,6 +99,7 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
     )
     hidden = row["overlap"].split()
     latent = Latent(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
+    gradient = 2 if row["dtype"] == "fp16" else 4
     window, _, share = row["window"].partition("/")
     software = Software(
         sharding=sharding,
@@ -109,15 +112,17 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         hides_tensor="tp" in hidden,
         hides_experts="ep" in hidden,
         sends_once=row["dispatch"] == "once",
-        gradient_bytes=2 if row["dtype"] == "fp16" else 4,
+        gradient_bytes=gradient,
         embedding_slots=row["embedding_slots"] == "1",
         synchronises_every_microbatch=row["engine"] in ("fsdp", "xla"),
         accumulates_apart=row["engine"] == "deepspeed",
         serial_transfers=row["engine"] == "deepspeed",
+        reduces_whole=row["engine"] == "deepspeed" and row["dtype"] == "bf16",  # as its optimiser for bf16 does
         extra_groups=4 if row["engine"] == "deepspeed" else 0,  # its pipeline makes its own beside Megatron's
         keeps_half=row["engine"] not in ("fsdp", "xla"),
-        bucket_bytes=_BUCKETS if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
-        fused_loss=row["loss"] == "fused",
+        bucket_bytes=_BUCKET * (gradient + 2) if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
+        logit_bytes=_LOGIT_BYTES.get(row["loss"] or row["engine"], 10.0),
+        blocking_launches=row["launches"] == "blocking",
         latent=latent,
         window=int(window) if window else 0,
         windowed=float(share) if share else 0.0,

@@ -11,9 +11,9 @@ Split = Literal["none", "group", "all"]
 Attention = Literal["flash", "native", "fused"]
 """Kernels of attention: flash attention that runs on any chip; libraries written for this generation of the chip, for
 products too (cuDNN and Transformer Engine on Hopper and later); or, before flash attention, scores in memory."""
-Recompute = Literal["none", "selective", "elementwise", "latent", "full"]
-"""Computed again in the backward pass: nothing; the core of attention; all but matrix products and attention; the
-up-projections of latent attention; everything."""
+Recompute = Literal["none", "selective", "elementwise", "alternate", "latent", "full"]
+"""Computed again in the backward pass: nothing; the core of attention; all but matrix products and attention; all but
+every second product and attention; the up-projections of latent attention; everything."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,28 @@ class Software:
     """Keep half-precision parameters beside the fp32 copy even where they are split like it."""
     accumulates_apart: bool = False
     """Add up gradients of microbatches in a pass over memory of its own, not in the product that makes them."""
+    reduces_whole: bool = False
+    """Give every rank all reduced gradients even where it needs only its part for its share of the optimiser."""
     serial_transfers: bool = False
     """Send and receive between stages one after the other, as DeepSpeed's pipeline does, not both at once."""
     embedding_slots: bool = False
     """Count the embedding and the head as a layer each when stages are cut."""
-    fused_loss: bool = False
-    """Never hold the logits in fp32."""
+    logit_bytes: float = 14.0
+    """Bytes held a logit at the loss: half precision, fp32, its log-softmax and their gradient; less where fused."""
     extra_groups: int = 0
     """Groups of ranks with channels open beside one an axis and one of all."""
     bucket_bytes: float = 0.0
     """Bytes of buffers that gradients and parameters are sent in."""
     synchronises_every_microbatch: bool = True
     """With split gradients or parameters, reduce after every microbatch, as FSDP does; Megatron reduces once a step."""
+    keeps_gathered: bool = False
+    """Keep what tensor parallelism gathered for a product, not gather it again in the backward pass."""
+    defers_in_pipeline: bool = True
+    """In a pipeline keep gradients whole and reduce them after the last microbatch, as torch's pipelining does."""
+    eager: bool = False
+    """Keep what each operator needs by itself, as PyTorch does without a compiler."""
+    blocking_launches: bool = False
+    """Wait for every kernel before the next is launched, as a remedy for hangs."""
     exchanges_heads: bool = False
     """Share sequences by exchanging heads against positions around attention, not by passing keys and values round."""
     latent: Latent | None = None
@@ -102,5 +112,5 @@ class Software:
     """Share of layers with a sliding window."""
 
 
-OURS = Software(keeps_half=False, exchanges_heads=True)
-"""The program of this repository."""
+OURS = Software(keeps_half=False, exchanges_heads=True, keeps_gathered=True, eager=True, logit_bytes=10.0)
+"""The program of this repository, not compiled; what it keeps is as its dry run has it."""

@@ -14,9 +14,10 @@ from danlu.cost.layer import Cut, LayerTime, Pass, layer_time
 from danlu.cost.layout import Layout, Places, layout_of
 from danlu.cost.memory import (
     Memory,
-    gathered_bytes,
+    gathered,
     in_flight,
     layer_activations,
+    layer_gradients,
     logit_bytes,
     pipe_buffers,
     state_bytes,
@@ -93,14 +94,15 @@ class Predictor:
         return found
 
     def kept(self, cut: Cut, moe: bool) -> tuple[float, float]:
-        """Bytes that one layer keeps, and those of a layer that is computed again."""
+        """Bytes that one layer keeps, and those that its backward pass needs besides: recomputed, and gradients."""
         found = self._kept.get((cut, moe))
         if found is None:
             software, fp8 = self.software, self.device.fp8
             again = 0.0
-            if software.recompute in ("full", "elementwise", "latent"):
+            if software.recompute in ("full", "elementwise", "alternate", "latent"):
                 plain = replace(software, recompute="none")
                 again = layer_activations(self.shape, cut, plain, moe=moe, fp8=fp8)
+            again += layer_gradients(self.shape, cut, software, moe=moe)
             found = self._kept[cut, moe] = layer_activations(self.shape, cut, software, moe=moe, fp8=fp8), again
         return found
 
@@ -129,6 +131,8 @@ def predict(
     if software.recompute is None:
         words = {"none": "none", "selective": "elementwise", "full": "full"}
         software = replace(software, recompute=words[plan.recompute])  # type: ignore[arg-type]
+    if plan.compile:
+        software = replace(software, eager=False)
     return Predictor(model, batch, cluster, software, dtype, constants).step(layout_of(plan, cluster))
 
 
@@ -149,6 +153,9 @@ class _Step:
         self.habits, self.network, self.device = predictor.habits, predictor.network, predictor.device
         self.sharding = self.software.sharding or (HYBRID if layout.replicate > 1 else ZERO_3)
         self.places = predictor.places(layout)
+        splits = self.sharding.gradients != "none" and self.software.synchronises_every_microbatch
+        self.deferred = splits and self.software.defers_in_pipeline and layout.pp > 1
+        self.every = splits and not self.deferred
         self.cut = Cut(
             sequences=max(1, predictor.batch.sequences // (layout.data * layout.microbatches)),
             length=predictor.batch.length,
@@ -259,8 +266,8 @@ class _Step:
     def _gathers(self, holding: Holding) -> tuple[float, float] | None:
         """Traffic of split parameters and gradients in the passes of one microbatch, before any is hidden."""
         over = self.sharding.parameters
-        every = self.software.synchronises_every_microbatch
-        if over == "none" and not (every and self.sharding.gradients != "none"):
+        every = self.every
+        if over == "none" and not every:
             return None
         mine = self._held(holding)
         pieces = max(1, holding.layers)
@@ -272,7 +279,11 @@ class _Step:
             if over != "none":
                 gather += pieces * all_gather(self.network, span, count * self.software.parameter_bytes / pieces)
             if every:
-                scatter += pieces * reduce_scatter(self.network, span, count * self.software.gradient_bytes / pieces)
+                gradients = count * self.software.gradient_bytes / pieces
+                scatter += pieces * reduce_scatter(self.network, span, gradients)
+                if self.sharding.gradients == "group":
+                    part = gradients / prod(span)
+                    scatter += pieces * all_reduce(self.network, self.places.replicate, part)
         twice = 2 if self.layout.reshards else 1
         if not self.layout.reshards and self.layout.microbatches > 1 and self.layout.pp > 1:
             gather /= self.layout.microbatches
@@ -305,10 +316,11 @@ class _Step:
             gradients = count * software.gradient_bytes
             parameters = count * software.parameter_bytes
             over = self.sharding
-            if over.gradients == "group":
+            if over.gradients == "group" and (not self.every or replicas.group == 1):
+                reduce += reduce_scatter(self.network, self.places.over(dense, "group"), gradients)
                 reduce += all_reduce(self.network, self.places.replicate, gradients / replicas.group)
-            elif not (software.synchronises_every_microbatch and over.gradients == "all"):
-                if over.optimizer == "none":
+            elif not self.every:
+                if over.optimizer == "none" or software.reduces_whole:
                     reduce += all_reduce(self.network, every, gradients)
                 else:
                     reduce += reduce_scatter(self.network, every, gradients)
@@ -337,23 +349,24 @@ class _Step:
         layout, software, holding = self.layout, self.software, self.holdings[rank]
         mine = self._held(holding)
         parameters, gradients, optimizer = state_bytes(
-            mine, self.places.dense, self.places.experts, self.sharding, software
+            mine, self.places.dense, self.places.experts, self.sharding, software, whole=self.deferred
         )
         flight = in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
         kept = holding.dense * self.of.kept(self.cut, False)[0] if holding.dense else 0.0
         kept += holding.moe * self.of.kept(self.cut, True)[0] if holding.moe else 0.0
         again = self.of.kept(self.cut, holding.moe > 0)[1]
-        # The loss is done before the first layer is computed again: never both.
         logits = logit_bytes(self.shape, self.cut, software) if holding.head else 0.0
         pipe = pipe_buffers(holding, self.cut, self.shape, flight, software) if layout.pp > 1 else 0.0
+        whole = gathered(self.shape, mine, holding, layout.tp, self.sharding, software, layout.reshards)
+        # The loss is done before the first layer is gathered or computed again: never both.
+        at_loss = logits + whole.head >= again + whole.layers
         return Memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            activations=kept * flight + pipe + max(0.0, again - logits),
-            logits=logits,
-            buffers=gathered_bytes(self.shape, mine, holding, self.sharding, software, layout.reshards)
-            + software.bucket_bytes,
+            activations=kept * flight + pipe + (0.0 if at_loss else again),
+            logits=logits if at_loss else 0.0,
+            buffers=whole.always + (whole.head if at_loss else whole.layers) + software.bucket_bytes,
             groups=1
             + software.extra_groups
             + sum(degree > 1 for degree in (layout.tp, layout.cp, layout.data, layout.pp, layout.ep)),

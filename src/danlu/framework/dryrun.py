@@ -1,12 +1,12 @@
 """The dry run: `build` and one whole step of any rank of any world, in one process, without memory or network."""
 
 import time
-from collections import Counter
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._utils import InferenceMode
@@ -14,60 +14,122 @@ from torch.distributed.pipelining._utils import InferenceMode
 from danlu.comm.fake import join_fake, transfers_pending
 from danlu.comm.join import leave
 from danlu.comm.mesh import Mesh, build_mesh
-from danlu.comm.record import Call
 from danlu.framework.accumulate import Accumulation
 from danlu.framework.build import ForwardBackward, build
+from danlu.framework.folding import NotAlikeError, find_fold, fold
 from danlu.framework.measures import even_experts, reduce_measures
 from danlu.framework.moe import LocalExchange
-from danlu.framework.operators import written_signature
-from danlu.framework.recording import Record, StepRecorder, without_layer
+from danlu.framework.optimiser_folding import NotLinearError
+from danlu.framework.recording import StepRecorder
 from danlu.framework.state import TrainState
+from danlu.framework.step_record import StepRecord, step_record, trace
 from danlu.framework.whereabouts import Whereabouts
 from danlu.memory.live import LiveBytes
-from danlu.memory.timeline import Context, instants
+from danlu.parallel.actions import schedule_actions
 from danlu.parallel.expert import ExpertExchange
 from danlu.parallel.norm import clip
 from danlu.parallel.pipeline import Pipeline
 from danlu.spec.cluster import Cluster
-from danlu.spec.placing import joining_level
-from danlu.spec.plan import DENSE_AXES, Plan
+from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe, has_experts
-from danlu.spec.trace import Collective, Operator, Trace
+from danlu.spec.trace import DryRun, Trace
+
+COMPILED = (
+    "`compile` is true: blocks were run as they are written, because compiled code does not run on tensors without "
+    "memory. What ranks send is the same; operators and activations are those of code that is not compiled, which "
+    "keeps more of them."
+)
 
 
-class NotYetDryError(RuntimeError):
-    """A part of the program that cannot run on fake tensors yet."""
+def dry_runs(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster | None,
+    ranks: Sequence[int],
+    whole: bool = False,
+    tell: Callable[[int], None] = lambda rank: None,
+) -> DryRun:
+    """Run one optimiser step as each of `ranks`; `tell` hears which is next."""
+    traces: list[Trace] = []
+    notes: list[str] = []
+    for rank in ranks:
+        tell(rank)
+        traces.append(dry_run(recipe, plan, cluster, rank, whole, notes.append))
+    return DryRun(
+        name=recipe.name,
+        cluster=cluster.name if cluster else "",
+        levels=tuple(level.name for level in cluster.levels) if cluster else (),
+        memory_limit=cluster.chip.memory if cluster else None,
+        degrees=plan.degrees.model_dump(),
+        microbatches=plan.microbatches,
+        schedule=schedule_actions(plan),
+        traces=tuple(traces),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
-def dry_run(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Trace:
-    """Run one optimiser step as rank `rank` of the plan's world, and say what it computes, sends and holds."""
+def dry_run(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster | None,
+    rank: int,
+    whole: bool = False,
+    note: Callable[[str], None] = warnings.warn,
+) -> Trace:
+    """Run one optimiser step as rank `rank` of the plan's world, and say what it computes, sends and holds.
+
+    Layers that are like their neighbours are counted rather than run, unless the `whole` is asked for. Where the dry
+    run departs from the run itself, `note` hears of it.
+    """
     if plan.compile:
-        raise NotYetDryError(
-            "`compile` must be false for a dry run, but is true: compiled code does not run on fake tensors; what a "
-            "rank sends is the same without it"
-        )
+        note(COMPILED)
+        plan = plan.model_copy(update={"compile": False})
+    with _fake_mesh(recipe, plan, cluster, rank) as mesh:
+        folding = None if whole else find_fold(recipe, plan, mesh.coordinate("pp"))
+        if folding is not None:
+            try:
+                short, long = (
+                    _dry_record(shortened, replace(mesh, plan=its_plan), cluster)
+                    for shortened, its_plan in (folding.short, folding.long)
+                )
+                return trace(mesh, *fold(short, long, folding), folded=folding.layers)
+            except (NotAlikeError, NotLinearError) as error:
+                note(f"rank {rank:,}: every layer was run, because layers that look alike are not: {error}")
+        return trace(mesh, _dry_record(recipe, mesh, cluster))
+
+
+def real_step(recipe: Recipe, mesh: Mesh, cluster: Cluster | None, warm_up: int = 0, even: bool = True) -> Trace:
+    """Record a step on the real tensors and ranks of this world, for comparison with a dry run.
+
+    It follows `warm_up` others; experts are loaded as their router wants if they need not be loaded `even`ly.
+    """
+    return trace(mesh, _record(recipe, mesh, cluster, None, warm_up, even))
+
+
+@contextmanager
+def _fake_mesh(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Iterator[Mesh]:
+    """Be a rank of a world that does not exist."""
     join_fake(rank, plan.degrees.world)
     try:
-        mesh = build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
-        with transfers_pending():
-            return trace_step(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True))
+        yield build_mesh(plan, torch.device("cpu"), rank, cluster, experts=has_experts(recipe.model))
     finally:
         leave()
 
 
-def trace_step(
+def _dry_record(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> StepRecord:
+    with transfers_pending():
+        return _record(recipe, mesh, cluster, FakeTensorMode(allow_non_fake_inputs=True), warm_up=0, even=True)
+
+
+def _record(
     recipe: Recipe,
     mesh: Mesh,
     cluster: Cluster | None,
-    fake: AbstractContextManager[object] | None = None,
-    warm_up: int = 0,
-    even: bool = True,
-) -> Trace:
-    """Build a rank and record one of its steps; the optimiser has its states from the start.
-
-    Without `fake` the same is done on real tensors and the real ranks of this world, for comparison: after steps of
-    `warm_up`, and with experts loaded as their router wants if they need not be loaded `even`ly.
-    """
+    fake: AbstractContextManager[object] | None,
+    warm_up: int,
+    even: bool,
+) -> StepRecord:
+    """Build a rank and record one of its steps; the optimiser has its states from the start."""
     started = time.perf_counter()
     live = LiveBytes()
     recorder = StepRecorder(live)
@@ -81,11 +143,13 @@ def trace_step(
         for _ in range(warm_up):
             _step(recipe, state, forward_backward, mesh, None)
         where = Whereabouts(state.parts, live)
-        _follow_loss(forward_backward, where)
+        _follow_passes(forward_backward, where)
         recorder.start(where)
         with where.followed():
             _step(recipe, state, forward_backward, mesh, where)
-        return _trace(mesh, cluster, recorder.record, live, where, time.perf_counter() - started)
+        return step_record(
+            recorder.record, live.entries(), where.contexts, cluster, seconds=time.perf_counter() - started
+        )
 
 
 def _step(
@@ -103,58 +167,6 @@ def _step(
     state.advance(recipe.batch.sequences)
 
 
-def _trace(
-    mesh: Mesh, cluster: Cluster | None, record: Record, live: LiveBytes, where: Whereabouts, seconds: float
-) -> Trace:
-    """What was recorded, with calls that are alike counted together in the order of their first."""
-    degrees = mesh.plan.degrees
-    changes, at, contexts = live.entries()
-    memory, peak = instants(changes.cumsum(axis=0), at, where.contexts, contexts)
-    axes = [*DENSE_AXES, *(["ep"] if degrees.ep > 1 else [])]
-    return Trace(
-        rank=mesh.rank,
-        world=degrees.world,
-        place={axis: mesh.place[axis] for axis in axes},
-        stands_for=degrees.stage,
-        collectives=_collectives(record.calls, cluster),
-        operators=_operators(record, where.contexts),
-        memory=memory,
-        peak=peak,
-        seconds=seconds,
-    )
-
-
-def _collectives(calls: list[Call], cluster: Cluster | None) -> tuple[Collective, ...]:
-    levels = {group: _level(group, cluster) for group in {call.group for call in calls}}
-    counts = Counter(
-        (call.operation, call.dtype, call.size, call.axes, call.group.size(), levels[call.group]) for call in calls
-    )
-    return tuple(
-        Collective(operation=operation, dtype=dtype, size=size, axes=axes, ranks=ranks, level=level, count=count)
-        for (operation, dtype, size, axes, ranks, level), count in counts.items()
-    )
-
-
-def _operators(record: Record, contexts: list[Context]) -> tuple[Operator, ...]:
-    counts: Counter[tuple[object, ...]] = Counter()
-    for key, count in record.operators.items():
-        phase, module, _ = contexts[key.context]
-        counts[key.name, phase, without_layer(module), key.inputs, key.outputs, key.flops, key.bytes] += count
-    return tuple(
-        Operator(
-            name=name,
-            phase=phase,
-            module=module,
-            inputs=tuple(map(written_signature, inputs)),
-            outputs=tuple(map(written_signature, outputs)),
-            flops=flops,
-            bytes=moved,
-            count=count,
-        )
-        for (name, phase, module, inputs, outputs, flops, moved), count in counts.items()
-    )
-
-
 def _batch(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, Tensor]:
     degrees = mesh.plan.degrees
     rows, length = recipe.batch.sequences // degrees.data, recipe.batch.length // degrees.cp
@@ -169,20 +181,16 @@ def _claim_states(live: LiveBytes, state: TrainState) -> None:
         live.claim(part.buffers(), "parameters")
 
 
-def _follow_loss(forward_backward: ForwardBackward, where: Whereabouts) -> None:
-    """Give the loss a name of its own: it is no module, but its scores are often the largest activation."""
+def _follow_passes(forward_backward: ForwardBackward, where: Whereabouts) -> None:
+    """Tell apart what no module does: the loss, whose scores are often the largest activation, and backward passes."""
     if isinstance(forward_backward, Pipeline):
-        loss = forward_backward.schedule._loss_fn
-        forward_backward.schedule._loss_fn = where.inside("loss", loss) if loss else None
+        schedule = forward_backward.schedule
+        schedule._loss_fn = where.inside("loss", schedule._loss_fn) if schedule._loss_fn else None
+        for stage in forward_backward.stages:
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, name, where.going_back(getattr(stage, name)))
     elif isinstance(forward_backward, Accumulation):
         forward_backward.loss = where.inside("loss", forward_backward.loss)
-
-
-def _level(group: dist.ProcessGroup, cluster: Cluster | None) -> str:
-    """The innermost level of the network that joins all ranks of a group."""
-    if cluster is None:
-        return ""
-    return joining_level(dist.get_process_group_ranks(group), dist.get_world_size(), cluster)
 
 
 @contextmanager

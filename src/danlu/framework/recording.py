@@ -1,35 +1,33 @@
 """The record of a step: every operator and collective, and every byte that lives meanwhile."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.comm.record import Call, recorded_call
 from danlu.framework.operators import Signature, Trait, signature, tensors, traffic, trait
-from danlu.framework.whereabouts import Whereabouts
+from danlu.framework.whereabouts import Whereabouts, without_layer
 from danlu.memory.live import LiveBytes
+from danlu.spec.trace import Phase
 
 _DEVICE = torch.ops.prim.device.default
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorKey:
+class OperatorKey(NamedTuple):
     """What calls of an operator have in common when they are alike."""
 
     name: str
-    context: int
-    """Phase, module with its own layer number, and microbatch, as `Whereabouts` numbers them."""
+    phase: Phase
+    module: str
+    """Without the number of its layer."""
     inputs: tuple[Signature, ...]
     outputs: tuple[Signature, ...]
     flops: float
@@ -38,10 +36,12 @@ class OperatorKey:
 
 @dataclass
 class Record:
-    """What was seen of a step."""
+    """What was called in a step. The optimiser's part is kept in order: it works on all layers at once."""
 
     operators: Counter[OperatorKey] = field(default_factory=Counter)
     calls: list[Call] = field(default_factory=list)
+    optimiser_operators: list[OperatorKey] = field(default_factory=list)
+    optimiser_calls: list[Call] = field(default_factory=list)
 
 
 class StepRecorder(TorchDispatchMode):
@@ -49,7 +49,7 @@ class StepRecorder(TorchDispatchMode):
 
     One mode for all of it: each mode costs every operator a turn through Python. Operators on DTensors are let
     through, so that what they do to the local tensors is seen instead; what DTensor tries out on the way, to learn
-    the shape of a result, is not part of the step and left out.
+    how a result will be sharded, it does only once, and it is left out. So are views, and what only allocates.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -57,6 +57,7 @@ class StepRecorder(TorchDispatchMode):
         self.live = live
         self.record = Record()
         self._where: Whereabouts | None = None
+        self._places: list[tuple[Phase, str]] = []
         self._trying = 0
         self._traits: dict[Any, Trait] = {}
         self._stack = ExitStack()
@@ -64,23 +65,22 @@ class StepRecorder(TorchDispatchMode):
     def start(self, where: Whereabouts) -> None:
         """Record from now on; until then only living tensors are noted."""
         self._where = where
-        self.record = Record()
-        self.live.context = where.context
+        where.note()
         self.live.restart()
 
     def __enter__(self) -> "StepRecorder":
         self._stack.enter_context(self.live)
-        try_out = ShardingPropagator._propagate_tensor_meta_non_cached
+        try_out = OpDispatcher._propagate_op_sharding_dispatch_slow_path
 
-        def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+        def unseen(dispatcher: OpDispatcher, *args: Any) -> Any:
             self._trying += 1
             try:
-                return try_out(propagator, schema)
+                return try_out(dispatcher, *args)
             finally:
                 self._trying -= 1
 
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
-        self._stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", try_out)
+        OpDispatcher._propagate_op_sharding_dispatch_slow_path = unseen  # type: ignore[method-assign,assignment]
+        self._stack.callback(setattr, OpDispatcher, "_propagate_op_sharding_dispatch_slow_path", try_out)
         super().__enter__()
         return self
 
@@ -112,10 +112,11 @@ class StepRecorder(TorchDispatchMode):
     def _recorded(
         self, where: Whereabouts, known: Trait, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        context = self.live.context = where.context
+        context = where.note()
         if known.collective:
-            if (call := recorded_call(func, args)) is not None:
-                self.record.calls.append(call)
+            call = recorded_call(func, args)
+            if call is not None:
+                (self.record.optimiser_calls if where.optimising else self.record.calls).append(call)
             if known.in_place:
                 self.live.claim(tensors(args), "communication")
             return func(*args, **kwargs)
@@ -123,19 +124,16 @@ class StepRecorder(TorchDispatchMode):
         if known.counted:
             inputs, outputs, moved = traffic(known, args, kwargs, result)
             flops = known.flops(args, kwargs, result) if known.flops else 0.0
-            key = OperatorKey(
-                known.name, context, tuple(map(signature, inputs)), tuple(map(signature, outputs)), flops, moved
-            )
-            self.record.operators[key] += 1
+            signatures = tuple(map(signature, inputs)), tuple(map(signature, outputs))
+            key = OperatorKey(known.name, *self._place(where, context), *signatures, flops, moved)
+            if where.optimising:
+                self.record.optimiser_operators.append(key)
+            else:
+                self.record.operators[key] += 1
             self.live.at += 1
         return result
 
-
-def without_layer(module: str) -> str:
-    """A module's name with the numbers of layers wiped out: layers that are alike share it."""
-    return _LAYER.sub("*", module)
-
-
-def layers_named(module: str) -> Iterator[int]:
-    """The layer numbers in a module's name."""
-    return (int(number) for number in _LAYER.findall(module))
+    def _place(self, where: Whereabouts, context: int) -> tuple[Phase, str]:
+        for phase, module, _ in where.contexts[len(self._places) :]:
+            self._places.append((phase, without_layer(module)))
+        return self._places[context]

@@ -3,6 +3,7 @@
 import weakref
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,19 @@ _COLUMN = np.array([KINDS.index(kind) for kind in _CLAIMS])
 _ACTIVATIONS, _GATHERED = _STRENGTH["activations"], _STRENGTH["gathered"]
 
 
+@dataclass(frozen=True)
+class Entries:
+    """The book of live bytes as arrays, a row an entry."""
+
+    changes: NDArray[np.int64]
+    """Bytes that came or went, a column for every kind, in the order of `KINDS`."""
+    at: NDArray[np.int64]
+    """Operators that ran before."""
+    context: NDArray[np.int64]
+    layer: NDArray[np.int64]
+    """Layer that ran; outside layers -1, less the number of the model's part from 1."""
+
+
 class LiveBytes:
     """A book of every tensor storage that is alive, and of every byte that came or went.
 
@@ -34,10 +48,13 @@ class LiveBytes:
         """Operators that ran so far; written beside every entry."""
         self.context = 0
         """What runs now, as a number that the owner of the book understands; written beside every entry."""
+        self.layer = -1
+        """Number of the layer that runs now, or below 0 for something else; written beside every entry."""
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._sizes: list[int] = []
         self._claims = bytearray()
-        self._entries = tuple(array("q") for _ in range(4))
+        self._entries = tuple(array("q") for _ in range(5))
+        self._start = 0
         self._resize = UntypedStorage.resize_
 
     def __enter__(self) -> "LiveBytes":
@@ -57,11 +74,12 @@ class LiveBytes:
         UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def restart(self) -> None:
-        """Forget the past: what is alive now is the first entry of a new book."""
+        """Forget the past: what is alive now makes the first entries of a new book."""
         self.at = 0
-        self._entries = tuple(array("q") for _ in range(4))
+        self._entries = tuple(array("q") for _ in range(5))
         for _, number in self._known.values():
             self._enter(number, self._sizes[number])
+        self._start = len(self._entries[0])
 
     def see(self, tensor: Tensor) -> int:
         """Enter the storage of a tensor, if it is new; its number in the book."""
@@ -77,13 +95,19 @@ class LiveBytes:
             if self._claims[number] < strength:
                 self._claims[number] = strength
 
-    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Every entry since the start: change of bytes by kind (a column each, in the order of `KINDS`), `at`, `context`."""
-        numbers, changes, at, contexts = (np.array(column, dtype=np.int64) for column in self._entries)
+    def entries(self) -> Entries:
+        """Every entry since the start; what was alive then is the first."""
+        numbers, changes, at, context, layer = (np.array(column, dtype=np.int64) for column in self._entries)
         by_kind = np.zeros((len(changes), len(KINDS)), dtype=np.int64)
         claims = np.frombuffer(bytes(self._claims), dtype=np.uint8)
         by_kind[np.arange(len(changes)), _COLUMN[claims[numbers]]] = changes
-        return by_kind, at, contexts
+        # What only rises, or only falls, with nothing in between is one entry; so is what was alive at the start.
+        same = np.column_stack([at, context, layer, changes > 0])
+        begins = np.append(True, (np.diff(same, axis=0) != 0).any(axis=1))
+        begins[1 : self._start] = False
+        begins[self._start : self._start + 1] = True
+        rows = np.flatnonzero(begins)
+        return Entries(np.add.reduceat(by_kind, rows), at[rows], context[rows], layer[rows])
 
     def _begin(self, storage: UntypedStorage) -> int:
         number, key = len(self._sizes), id(storage)
@@ -107,5 +131,5 @@ class LiveBytes:
 
     def _enter(self, number: int, change: int) -> None:
         if change:
-            for column, value in zip(self._entries, (number, change, self.at, self.context), strict=True):
+            for column, value in zip(self._entries, (number, change, self.at, self.context, self.layer), strict=True):
                 column.append(value)

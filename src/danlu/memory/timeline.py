@@ -1,6 +1,6 @@
 """From every entry in the book of live bytes to the few instants that tell the story of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,13 @@ Context = tuple[Phase, str, int | None]
 
 
 def instants(
-    held: NDArray[np.int64], at: NDArray[np.int64], contexts: Sequence[Context], context: NDArray[np.int64]
+    changes: NDArray[np.int64], at: NDArray[np.int64], context: Callable[[int], Context]
 ) -> tuple[tuple[Instant, ...], Instant]:
     """The highest moment of every stretch of the step, in order, and the highest of all.
 
-    `held` has a row for every entry: the bytes alive after it, by kind.
+    `changes` has a row for every entry: the bytes that come or go, by kind. `context` tells what ran at a row.
     """
+    held = changes.cumsum(axis=0)
     totals = held.sum(axis=1)
     stretches = at * INSTANTS // (int(at.max()) + 1)
     starts = np.flatnonzero(np.diff(stretches, prepend=-1))
@@ -28,7 +29,7 @@ def instants(
     chosen = [start + int(totals[start:end].argmax()) for start, end in zip(starts.tolist(), ends, strict=True)]
 
     def instant(row: int) -> Instant:
-        phase, module, microbatch = contexts[int(context[row])]
+        phase, module, microbatch = context(row)
         return Instant(
             at=int(at[row]),
             phase=phase,

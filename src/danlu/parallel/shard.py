@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from danlu.parallel.cut import cut_over, one_chunk_each
+from danlu.parallel.cut import cut_over, held_offset, lean_fsdp
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def apply_sharding(
     On a mesh of one rank this only casts precision, so that every layout computes in the same dtypes.
     """
     allow_view(part)
-    with one_chunk_each():
+    with lean_fsdp():
         for unit in units:
             fully_shard(
                 unit.module,
@@ -87,7 +85,4 @@ def held_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where in the whole it begins."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
-    with unset_fake_temporarily():  # the mesh reckons with tensors of its own, which a dry run must not fake
-        mesh, placements = parameter.device_mesh, parameter.placements
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return parameter.to_local(), tuple(offset)
+    return parameter.to_local(), held_offset(parameter)

@@ -77,14 +77,17 @@ class Pricing:
         """Seconds that no layout with this core (and pipeline) takes less than: passes through layers, and bubble.
 
         All ranks of a pipeline together do the passes of the whole model, so the slowest takes at least its even share
-        of them. The waits of a schedule that does not split its backward pass are the others' passes over the stages a
-        rank.
+        of them. A schedule that does not split its backward pass waits for the others' passes over the stages a rank;
+        with one stage a rank and no more microbatches than ranks, a slow first rank hides part of that wait, and what
+        is left is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
         recompute: Recompute = work.recompute if work else "none"
         whole = self._whole_passes(core, recompute)
         even = core.microbatches * whole / core.pp
         if work is None or core.pp == 1 or work.schedule not in ("1f1b", "interleaved"):
             return even
+        if work.virtual == 1 and core.microbatches <= core.pp:
+            return max(even, 2 * core.microbatches * whole / (core.pp + 1))
         return even + (whole - whole / core.pp) / work.virtual
 
     def without(self, level: int) -> "Pricing":

@@ -3,19 +3,33 @@
 from rich.table import Table
 
 from danlu.report import wording
-from danlu.spec.trace import Trace
+from danlu.spec.trace import KINDS, DryRun, Instant, Operator, Trace
+
+HEAVIEST = 8
+"""Operators in the table of the heaviest."""
 
 
-def memory_table(traces: list[Trace]) -> Table:
-    """Peak bytes of every rank, by what they are for."""
+def memory_table(run: DryRun) -> Table:
+    """Peak bytes of every rank by what they are for."""
     table = Table(title="Memory at the peak of a step", title_justify="left")
     table.add_column("")
-    for trace in traces:
+    for trace in run.traces:
         table.add_column(f"rank {trace.rank:,}", justify="right")
-    for kind in dict.fromkeys(kind for trace in traces for kind in trace.peak_by_kind):
-        table.add_row(kind, *(wording.size(trace.peak_by_kind.get(kind, 0)) for trace in traces))
-    table.add_row("in all", *(wording.size(trace.peak) for trace in traces), style="bold")
+    for column, kind in enumerate(KINDS):
+        if any(trace.peak.held[column] for trace in run.traces):
+            table.add_row(kind, *(wording.size(trace.peak.held[column]) for trace in run.traces))
+    table.add_row("in all", *(wording.size(trace.peak.total) for trace in run.traces), style="bold")
+    if run.memory_limit is not None:
+        shares = (wording.percent(trace.peak.total / run.memory_limit) for trace in run.traces)
+        table.add_row(f"of {wording.size(run.memory_limit)} a chip", *shares)
     return table
+
+
+def owner(instant: Instant) -> str:
+    """What runs at an instant: `backward of blocks.19.mlp.down, microbatch 3`."""
+    inside = f" of {instant.module}" if instant.module else ""
+    microbatch = f", microbatch {instant.microbatch}" if instant.microbatch is not None else ""
+    return f"{instant.phase}{inside}{microbatch}"
 
 
 def traffic_table(trace: Trace) -> Table:
@@ -38,3 +52,52 @@ def traffic_table(trace: Trace) -> Table:
         place = [level] if has_levels else []
         table.add_row(axes, f"{ranks:,}", *place, operation, f"{count:,}", wording.size(total))
     return table
+
+
+def operator_table(trace: Trace) -> Table:
+    """The operators that take most FLOPs of one rank's step, and all of them together."""
+    calls: dict[tuple[str, str, str], list[float]] = {}
+    for operator in trace.operators:
+        both = calls.setdefault((operator.name, operator.module, operator.phase), [0, 0.0])
+        both[0] += operator.count
+        both[1] += operator.flops * operator.count
+    heaviest = sorted(calls.items(), key=lambda item: -item[1][1])[:HEAVIEST]
+    table = Table(title=f"Heaviest operators of rank {trace.rank:,}", title_justify="left")
+    table.add_column("operator")
+    table.add_column("module")
+    table.add_column("phase")
+    table.add_column("calls", justify="right")
+    unit, scale = ("TFLOPs", 1e12) if trace.flops >= 1e11 else ("GFLOPs", 1e9)
+    table.add_column(unit, justify="right")
+    for (name, module, phase), (count, flops) in heaviest:
+        table.add_row(_short(name), module, phase, f"{count:,.0f}", _amount(flops / scale))
+    rest = trace.flops - sum(flops for _, (_, flops) in heaviest)
+    others = sum(operator.count for operator in trace.operators) - sum(count for _, (count, _) in heaviest)
+    if others:
+        table.add_row(f"{len(calls) - len(heaviest):,} others", "", "", f"{others:,.0f}", _amount(rest / scale))
+    table.add_row("in all", "", "", f"{_calls(trace.operators):,}", _amount(trace.flops / scale), style="bold")
+    return table
+
+
+def footer(run: DryRun) -> list[str]:
+    """What a reader of the tables must know: whose the peaks are, what stands for what, what was not run, and notes."""
+    lines = []
+    for trace in run.traces:
+        folded = f"; {trace.folded:,} layers like their neighbours were counted, not run" if trace.folded else ""
+        lines.append(
+            f"rank {trace.rank:,}: peak in {owner(trace.peak)}; stands for {trace.stands_for:,} ranks{folded} "
+            f"({wording.duration(trace.seconds)})"
+        )
+    return [*lines, *run.notes]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("aten.").removeprefix("_").removeprefix("scaled_dot_product_")
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _calls(operators: tuple[Operator, ...]) -> int:
+    return sum(operator.count for operator in operators)

@@ -9,20 +9,26 @@ from typing import Any
 from rich.console import Group as Stack
 from rich.table import Table
 
-from danlu.cost.validation import Bar, Point, Score, Validation
+from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, Bar, Point, Score, Validation
 from danlu.report import wording
 from danlu.report.chart import Scale, decades
 
 _SIZE = 620
 """Of the scatter, in its own units; it is square."""
-_TONES = ("loss", "speed", "norm", "rate", "memory", "balance")
-"""Colours of the page's style."""
+_FAMILIES = (
+    ("loss", "dense, on clusters", DENSE),
+    ("norm", "mixture of experts", MOE),
+    ("speed", "other chips", OTHER_CHIPS),
+    ("rate", "other held-out runs", ()),
+    ("fit", "fitted on", ()),
+)
+"""Colour of the page's style, words, and sets."""
 _STYLE = """
 .scatter svg{width:100%;max-width:720px;display:block;margin:0 auto;overflow:visible}
 .scatter text{fill:var(--soft);font-size:13px}.scatter .axis{stroke:var(--grid)}
 .scatter .same{stroke:var(--soft);stroke-dasharray:6 5}.scatter .tenth{stroke:var(--faint)}
-.scatter circle{fill:var(--tone);opacity:.62}.scatter .fit{opacity:.22}
-.key i.dot{display:inline-block;width:10px;height:10px;border-radius:9px;background:var(--tone);margin-right:6px}
+.scatter circle{fill:var(--tone);opacity:.6}.scatter .fit{--tone:var(--soft);opacity:.35}
+.scatter .key i{width:10px;height:10px;border:0;border-radius:9px;background:var(--tone)}
 td.missed{color:var(--bad)}td.reached{color:var(--good)}
 """
 
@@ -153,8 +159,6 @@ def _scatter(points: Sequence[Point]) -> str:
     """Predicted over measured seconds, both logarithmic; the line is where they are equal."""
     seconds = [value for point in points for value in (point.run.seconds or 0.0, point.prediction.seconds)]
     scale = Scale(min(seconds) / 1.3, max(seconds) * 1.3, _SIZE, log=True)
-    sets = sorted({point.run.set for point in points}, key=lambda name: (name.startswith("fit-"), name))
-    tones = {name: _TONES[index % len(_TONES)] for index, name in enumerate(sets)}
     rows = decades(scale.low, scale.high)
     drawing = [_axis(scale(value), f"{value:g} s") for value in rows]
     drawing += [
@@ -162,8 +166,8 @@ def _scatter(points: Sequence[Point]) -> str:
         f'x2="{scale(scale.high):.1f}" y2="{_SIZE - scale(scale.high * by):.1f}"/>'
         for name, by in (("tenth", 0.9), ("same", 1.0), ("tenth", 1.1))
     ]
-    drawing += [_spot(point, scale, tones[point.run.set]) for point in points]
-    key = "".join(f'<span class="{tones[name]}"><i class="dot"></i>{escape(name)}</span> ' for name in sets)
+    drawing += [_spot(point, scale) for point in sorted(points, key=lambda point: not point.run.fit)]
+    key = "".join(f'<span class="{tone}"><i></i>{escape(words)}</span>' for tone, words, _ in _FAMILIES)
     return (
         '<figure class="card chart scatter"><figcaption><h3>Seconds a step</h3>'
         "<small>predicted upwards, measured to the right; thin lines ten per cent off</small></figcaption>"
@@ -182,15 +186,15 @@ def _axis(at: float, text: str) -> str:
     )
 
 
-def _spot(point: Point, scale: Scale, tone: str) -> str:
+def _spot(point: Point, scale: Scale) -> str:
     run = point.run
+    tone = next((tone for tone, _, sets in _FAMILIES if run.set in sets), "fit" if run.fit else "rate")
     words = (
         f"{run.set} {run.id}: {run.model.name}, {run.cluster.name}, {wording.duration(run.seconds)} measured, "
         f"{100 * point.error:+.0f} % predicted"
     )
     x, y = scale(run.seconds or scale.low), _SIZE - scale(point.prediction.seconds)
-    name = f"{tone} fit" if run.fit else tone
-    return f'<circle class="{name}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(words)}</title></circle>'
+    return f'<circle class="{tone}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(words)}</title></circle>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

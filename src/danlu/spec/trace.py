@@ -110,3 +110,5 @@ class DryRun(Description):
     """For every place on the pipeline its actions in order: `F0.3` is the forward of stage 0 for microbatch 3, `B` a
     whole backward, `I` and `W` its halves for inputs and for weights. Empty without a pipeline."""
     traces: Many[Trace]
+    notes: Many[str] = ()
+    """Where the dry run departs from the run itself, in sentences for the reader."""

@@ -137,7 +137,9 @@ class BroughtModel:
 def share_matrices(part: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Apply tensor parallelism to those of the named modules that a part has kept."""
     held = {name for name, module in part.named_modules() if has_parameters(module)}
+    same = shared_parameters(part)
     apply_tp(part, {name: style for name, style in styles.items() if name in held}, mesh)
+    tie(part, same)
 
 
 def check_layered(anatomy: Anatomy, plan: Plan) -> None:
@@ -178,6 +180,11 @@ def materialise(part: nn.Module, device: torch.device) -> None:
     part.to_empty(device=device)
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
+    tie(part, same)
+
+
+def tie(part: nn.Module, same: Iterable[list[str]]) -> None:
+    """Make one parameter again of those that were one before they were replaced."""
     for first, *others in same:
         for name in others:
             owner, _, attribute = name.rpartition(".")

@@ -1,11 +1,12 @@
 """How the ranks of `tp` share a user's module: the map of the recipe, or the plan that a transformers model brings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import gcd
 
 from torch import nn
 
+from danlu.framework.own.anatomy import shared_parameters
 from danlu.framework.own.factory import OwnModelError
 from danlu.parallel.tensor import Style
 from danlu.spec.own_model import TensorStyle
@@ -43,7 +44,27 @@ def tensor_map(module: nn.Module, given: Mapping[str, TensorStyle], tp: int) -> 
         for name in names:
             _check(name, modules[name], style, tp)
             styles[name] = _STYLES[style]
+    for names in shared_parameters(module):
+        _keep_tie([name.rpartition(".")[0] for name in names], modules, styles, tp)
     return styles
+
+
+def _keep_tie(owners: Sequence[str], modules: Mapping[str, nn.Module], styles: dict[str, Style], tp: int) -> None:
+    """Modules that share a parameter must split it alike; a table follows the matrix that it is tied to."""
+    split = {owner: _DIM[styles[owner], _kind(modules[owner])] for owner in owners if owner in styles}
+    if not split:
+        return
+    for owner in owners:
+        if owner not in split and _kind(modules[owner]) is nn.Embedding and set(split.values()) == {0}:
+            _check(owner, modules[owner], "table", tp)
+            styles[owner], split[owner] = "table whole", 0
+    if len(split) < len(owners) or len(set(split.values())) > 1:
+        names = " and ".join(f"`{owner}`" for owner in owners)
+        raise OwnModelError(
+            "degrees.tp",
+            f"is {tp}, but {names} share a parameter and [model.tensor] does not split it alike for both",
+            'an embedding as "table" and the matrix that scores as "column" or "gathered", or none of them',
+        )
 
 
 def _own_plan(module: nn.Module, tp: int) -> dict[str, TensorStyle]:
@@ -73,14 +94,19 @@ _SPLIT: dict[tuple[TensorStyle, type[nn.Module]], tuple[int, str]] = {
     ("column", nn.Embedding): (1, "columns"),
     ("table", nn.Embedding): (0, "rows"),
 }
-"""The dim of the weight that a style splits."""
+"""The dim of the weight that a style splits, and what lies along it."""
+_DIM = {(_STYLES[style], kind): dim for (style, kind), (dim, _) in _SPLIT.items()}
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), nn.Module)
 
 
 def _check(name: str, module: nn.Module, style: TensorStyle, tp: int) -> None:
     """Whether a module can be shared by `tp` ranks."""
     if style == "heads":
         return
-    kind = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), nn.Module)
+    kind = _kind(module)
     if (style, kind) not in _SPLIT:
         fitting = sorted(each.__name__ for other, each in _SPLIT if other == style)
         raise OwnModelError(

@@ -1,0 +1,74 @@
+"""The schedule that is written out is the one that is run."""
+
+from typing import Any
+
+import pytest
+
+from danlu.framework import dryrun
+from danlu.framework.build import ForwardBackward
+from danlu.framework.whereabouts import Whereabouts
+from danlu.parallel.actions import schedule_actions
+from danlu.parallel.pipeline import Pipeline as LivePipeline
+from danlu.spec.load import load_model
+from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.recipe import Batch, Data, Recipe
+
+
+def stage_calls(plan: Plan, place: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the stages of a rank are asked to do in a dry run, in order."""
+    calls: list[str] = []
+    follow = dryrun._follow_passes
+
+    def watched(forward_backward: ForwardBackward, where: Whereabouts) -> None:
+        assert isinstance(forward_backward, LivePipeline)
+        for stage in forward_backward.stages:
+            _watch(stage, calls)
+        follow(forward_backward, where)
+
+    monkeypatch.setattr(dryrun, "_follow_passes", watched)
+    model = load_model("tiny-llama").model_copy(update={"layers": plan.stages})
+    recipe = Recipe(
+        name="x", steps=1, model=model, data=Data(shards="none"), batch=Batch(sequences=plan.microbatches, length=8)
+    )
+    dryrun.dry_run(recipe, plan, None, place)
+    return calls
+
+
+def _watch(stage: Any, calls: list[str]) -> None:
+    forward, backward, weights = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+
+    def forward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> Any:
+        calls.append(f"F{stage.stage_index}.{chunk}")
+        return forward(chunk, *args, **kwargs)
+
+    def backward_one_chunk(chunk: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        calls.append(f"{'B' if full_backward else 'I'}{stage.stage_index}.{chunk}")
+        return backward(chunk, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> Any:
+        calls.append(f"W{stage.stage_index}.{chunk}")
+        return weights(chunk, *args, **kwargs)
+
+    stage.forward_one_chunk = forward_one_chunk
+    stage.backward_one_chunk = backward_one_chunk
+    stage.backward_weight_one_chunk = backward_weight_one_chunk
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zbv", 2)]
+)
+def test_actions_are_those_that_stages_take(schedule: Any, per_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(
+        degrees=Degrees(pp=3),
+        microbatches=6,
+        pipeline=Pipeline(schedule=schedule, stages_per_rank=per_rank),
+    )
+    actions = schedule_actions(plan)
+    assert len(actions) == 3
+    for place, expected in enumerate(actions):
+        with monkeypatch.context() as patched:
+            assert stage_calls(plan, place, patched) == list(expected)
+
+
+def test_without_a_pipeline_there_is_no_schedule() -> None:
+    assert schedule_actions(Plan()) == ()
