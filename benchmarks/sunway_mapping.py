@@ -61,7 +61,7 @@ def _whole_machine() -> list[dict[str, object]]:
         "across 375 supernodes, 2 in each (ep 750)": "ep=750",
         "across 375 supernodes, 32 in each (ep 12,000)": "ep=12000",
         "inside one supernode (ep 32)": "ep=32",
-        "inside, 1 in every 15 supernodes (ep 480)": "ep=480",
+        "32 in each of 15 supernodes (ep 480)": "ep=480",
     }
     found = []
     for name, fix in ways.items():
