@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from source_tree import PACKAGE, ROOT, rooms
 
-WITHOUT_TORCH = ["danlu.spec", "danlu.cost", "danlu.report", "danlu.scheduler", "danlu.cli"]
+WITHOUT_TORCH = ["danlu.spec", "danlu.cost", "danlu.planner", "danlu.report", "danlu.scheduler", "danlu.cli"]
 COMMANDS_WITHOUT_TORCH = [["--help"], ["--version"], ["check", "--help"]]
 
 # Every module of the room is imported, not only what its door happens to pull in.

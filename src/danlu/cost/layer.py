@@ -3,7 +3,8 @@
 Traffic of tensor parallelism: with sequence parallelism two gathers and two scatters a pass, without it two reductions
 (Korthikanti et al., 2022). Of experts: tokens to their experts and back, twice a pass with tensor parallelism inside
 experts (Liu et al., "MoE Parallel Folding", 2025). Of context parallelism: keys and values round the ring, hidden by
-attention as far as it lasts (Liu et al., "Ring attention", 2023).
+attention as far as it lasts (Liu et al., "Ring attention", 2023), or heads against positions and back (Jacobs et al.,
+"DeepSpeed Ulysses", 2023).
 """
 
 from collections.abc import Iterable
@@ -38,6 +39,7 @@ class Cut(NamedTuple):
     ep_span: Span
     etp_span: Span
     cp_stride: int
+    cp_span: Span
 
 
 class Pass(NamedTuple):
@@ -105,7 +107,7 @@ def layer_time(
         elementwise=elementwise(device, moved, kernels),
         tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=False),
         expert=_expert(shape, tokens, cut, network, software, habits) if moe else 0.0,
-        context=_context(shape, tokens, cut, network, core, 1),
+        context=_context(shape, tokens, cut, network, software, core, 1),
     )
     backward = Pass(
         attention=core_backward,
@@ -113,7 +115,7 @@ def layer_time(
         elementwise=elementwise(device, moved_backward, kernels * 3 // 2),
         tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=True),
         expert=forward.expert,
-        context=_context(shape, tokens, cut, network, core_backward, 2),
+        context=_context(shape, tokens, cut, network, software, core_backward, 2),
     )
     host = habits.host * (kernels + (4 if cut.tp > 1 else 0))
     blocking = software.blocking_launches
@@ -235,10 +237,18 @@ def _expert(shape: Shape, tokens: int, cut: Cut, network: Network, software: Sof
     return 2 * once * ((1 - habits.expert_hidden) if software.hides_experts else 1.0)
 
 
-def _context(shape: Shape, tokens: int, cut: Cut, network: Network, core: float, times: int) -> float:
-    """What attention does not hide of keys and values going round."""
+def _context(
+    shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, core: float, times: int
+) -> float:
+    """What attention does not hide of keys and values going round; or heads exchanged against positions and back."""
     if cut.cp == 1:
         return 0.0
+    if software.exchanges_heads:
+        heads, groups = shape.heads // cut.tp, max(shape.kv_heads // cut.tp, cut.cp)
+        inwards = 2.0 * tokens * (heads * shape.head + groups * (shape.head + shape.value))
+        return all_to_all(network, cut.cp_span, inwards) + all_to_all(
+            network, cut.cp_span, 2.0 * tokens * heads * shape.value
+        )
     block = 2.0 * 2.0 * tokens * max(1, shape.kv_heads // cut.tp) * shape.head
     return max(0.0, times * (cut.cp - 1) * transfer(network, cut.cp_stride * (cut.cp - 1), block) - core)
 

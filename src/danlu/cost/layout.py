@@ -28,7 +28,10 @@ class Layout(NamedTuple):
     stage_layers: tuple[int, ...] = ()
     reshards: bool = False
     spans: tuple[tuple[str, Span], ...] = ()
-    """Where an axis lies on the levels, for axes that do not simply follow in order."""
+    """Where a group lies on the levels, for those that do not simply follow in order: an axis by its name; `shard×cp`
+    and `expert_shard` the ranks that one copy of dense and of expert states is split over, `data×cp` and `expert_data`
+    all that hold the same ones.
+    """
 
     @property
     def data(self) -> int:
@@ -77,8 +80,10 @@ class Places:
             stride *= getattr(layout, axis)
         span, across = network.span, layout.ep * expert_tp
         self.tp = given.get("tp") or span(layout.tp, 1)
+        self.cp = given.get("cp") or span(layout.cp, layout.tp)
         self.ep = given.get("ep") or span(layout.ep, expert_tp)
         self.expert_tp = span(expert_tp, 1)
+        self.stride["pp"] = _stride(given["pp"], network) if "pp" in given else self.stride["pp"]
         self.replicate = given.get("replicate") or span(layout.replicate, self.stride["replicate"])
         stage = layout.data * layout.cp * layout.tp
         self.dense = Replicas(layout.cp * layout.data, layout.cp * layout.shard)
@@ -87,10 +92,10 @@ class Places:
         group = _joined(axes) if axes else span(self.dense.group, layout.tp)
         every = _joined([group, self.replicate]) if axes else span(self.dense.all, layout.tp)
         self._spans = {
-            (True, "group"): group,
-            (True, "all"): every,
-            (False, "group"): span(self.experts.group, across),
-            (False, "all"): span(self.experts.all, across),
+            (True, "group"): given.get("shard×cp") or group,
+            (True, "all"): given.get("data×cp") or every,
+            (False, "group"): given.get("expert_shard") or span(self.experts.group, across),
+            (False, "all"): given.get("expert_data") or span(self.experts.all, across),
         }
 
     def replicas(self, dense: bool) -> Replicas:
@@ -100,6 +105,12 @@ class Places:
     def over(self, dense: bool, split: Split) -> Span:
         """Where the ranks lie over which a state is split."""
         return self._spans[dense, split]
+
+
+def _stride(span: Span, network: Network) -> int:
+    """How far apart neighbours lie whose slowest hop crosses the outermost level of a span."""
+    outermost = max((index for index, ranks in enumerate(span) if ranks > 1), default=0)
+    return network.links[outermost - 1].capacity if outermost else 0
 
 
 def _joined(spans: list[Span]) -> Span:

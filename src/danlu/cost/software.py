@@ -103,6 +103,8 @@ class Software:
     """Keep what each operator needs by itself, as PyTorch does without a compiler."""
     blocking_launches: bool = False
     """Wait for every kernel before the next is launched, as a remedy for hangs."""
+    exchanges_heads: bool = False
+    """Share sequences by exchanging heads against positions around attention, not by passing keys and values round."""
     latent: Latent | None = None
     window: int = 0
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""
@@ -110,5 +112,5 @@ class Software:
     """Share of layers with a sliding window."""
 
 
-OURS = Software(keeps_half=False, keeps_gathered=True, eager=True, logit_bytes=10.0)
+OURS = Software(keeps_half=False, exchanges_heads=True, keeps_gathered=True, eager=True, logit_bytes=10.0)
 """The program of this repository, not compiled; what it keeps is as its dry run has it."""

@@ -106,9 +106,16 @@ class Predictor:
             found = self._kept[cut, moe] = layer_activations(self.shape, cut, software, moe=moe, fp8=fp8), again
         return found
 
-    def step(self, layout: Layout) -> Prediction:
-        """Predict one step of a layout that divides the batch and the model."""
-        return _Step(self, layout).prediction()
+    def step(self, layout: Layout, memory: Memory | None = None) -> Prediction:
+        """Predict one step of a layout that divides the batch and the model.
+
+        `memory` is that of the same layout elsewhere on the network, where it is known already: bytes do not change.
+        """
+        return _Step(self, layout).prediction(memory)
+
+    def memory(self, layout: Layout) -> Memory:
+        """Bytes of the fullest rank alone."""
+        return _Step(self, layout).memory()
 
 
 def predict(
@@ -159,6 +166,7 @@ class _Step:
             ep_span=self.places.ep,
             etp_span=self.places.expert_tp,
             cp_stride=layout.tp,
+            cp_span=self.places.cp,
         )
         self.holdings = holdings(
             self.shape,
@@ -169,7 +177,7 @@ class _Step:
             zigzag=layout.schedule == "zbv",
         )
 
-    def prediction(self) -> Prediction:
+    def prediction(self, memory: Memory | None) -> Prediction:
         """Seconds and bytes."""
         layout = self.layout
         kinds = {holding: self._stage(holding) for holding in set(self.holdings)}
@@ -188,7 +196,7 @@ class _Step:
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
             parts=parts,
-            memory=self._memory(),
+            memory=memory or self.memory(),
             notes=self.of.notes,
         )
 
@@ -329,7 +337,7 @@ class _Step:
             tied = transfer(self.network, self.places.stride["pp"] * (self.layout.pp - 1), table)
         return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
 
-    def _memory(self) -> Memory:
+    def memory(self) -> Memory:
         """Of the fullest rank."""
         return max((self._rank_memory(rank) for rank in self._fullest()), key=lambda memory: memory.allocated)
 

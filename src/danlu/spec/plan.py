@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from danlu.spec.description import Count, Description, Many
+from danlu.spec.description import Bytes, Count, Description, Many, Seconds
 
 Axis = Literal["pp", "replicate", "shard", "cp", "tp", "ep"]
 DENSE_AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp")
@@ -69,6 +69,25 @@ class Pipeline(Description):
     """Layers of every stage, in order of the stages; as even as possible when left out."""
 
 
+class Prediction(Description):
+    """What a plan was predicted to do; nothing is built from it, reports show it beside what was measured."""
+
+    seconds: Seconds
+    """Of one step."""
+    tokens_per_second: float = Field(gt=0)
+    """Of the whole run while nothing breaks."""
+    bytes: Bytes
+    """Of the fullest chip."""
+    model_flops_share: float = Field(gt=0)
+    """Of the chips' peak that goes into model FLOPs (MFU)."""
+    effective_share: float | None = Field(default=None, gt=0, le=1)
+    """Of the time that counts beside failures and saves."""
+    cluster: str
+    """Name of the machine it was predicted for."""
+    by: str
+    """Who predicted it."""
+
+
 class Plan(Description):
     """How it will run. Made by hand or by the planner, read by every room that builds a part of the run."""
 
@@ -90,6 +109,9 @@ class Plan(Description):
 
     When left out: free them, except in a pipeline, where every microbatch would gather them again.
     """
+
+    prediction: Prediction | None = None
+    """Time and bytes, where a planner made the plan."""
 
     @property
     def reshards(self) -> bool:

@@ -1,0 +1,80 @@
+"""`danlu plan` as a user meets it."""
+
+import json
+import tomllib
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from danlu.cli.app import app
+
+SMALL = ["recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "64", "--fix", "tp=8,cp=1,schedule=1f1b"]
+
+
+def _run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
+    plan, page = tmp_path / "plan.toml", tmp_path / "plan.html"
+    code, shown, said = _run(*SMALL, "--out", str(plan), "--page", str(page))
+    assert code == 0, said
+    for words in ("Where the time goes", "Why not", "held back by", "Fullest chip"):
+        assert words in shown
+    values = tomllib.loads(plan.read_text())
+    assert values["degrees"]["tp"] == 8
+    assert values["prediction"]["seconds"] > 0
+    checked = CliRunner().invoke(app, ["check", SMALL[0], "--cluster", "h100-pod", "--plan", str(plan)])
+    assert checked.exit_code == 0, checked.output
+    drawn = page.read_text()
+    for words in ("level by level", "Bytes of the fullest chip", "Step time against chips", "<svg"):
+        assert words in drawn
+
+
+def test_json_holds_what_the_tables_say() -> None:
+    code, shown, _ = _run(*SMALL, "--json")
+    assert code == 0
+    answer = json.loads(shown)
+    best = answer["best"][0]
+    assert best["seconds"] <= answer["best"][-1]["seconds"]
+    assert abs(sum(best["parts"].values()) - best["seconds"]) < 1e-6 * best["seconds"]
+    assert best["plan"]["prediction"]["bytes"] == round(best["bytes"])
+    assert {refusal["kind"] for refusal in answer["refused"]} >= {"seconds"}
+
+
+def test_says_why_nothing_fits_and_why_not() -> None:
+    code, _, said = _run("recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "8")
+    assert code == 2
+    assert "nothing fits 8 chips" in said
+    code, shown, _ = _run(*SMALL, "--why-not", "recompute=full")
+    assert code == 0
+    assert "slower than best" in shown
+    code, shown, _ = _run(*SMALL, "--why-not", "recompute=none,microbatch=8")
+    assert code == 0
+    assert "nothing fits" in shown
+
+
+def test_compares_an_own_plan_and_refuses_a_broken_one(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('microbatches = 64\nrecompute = "full"\n[degrees]\npp = 2\nshard = 4\ntp = 8\n')
+    code, shown, said = _run(*SMALL, "--compare", str(own))
+    assert code == 0, said
+    assert "own.toml" in shown
+    own.write_text("[degrees]\ntp = 16\nshard = 4\n")
+    code, _, said = _run(*SMALL, "--compare", str(own))
+    assert code != 0
+
+
+def test_mistakes_are_told_without_a_traceback() -> None:
+    for wrong, words in (
+        (["--fix", "dp=4"], "did you mean"),
+        (["--what-if", "fabrik.bandwidth=2x"], "did you mean"),
+        (["--mtbf", "soon"], "--mtbf"),
+        (["--chips", "99999999"], "or fewer"),
+        (["--days", "1", "--tokens", "many"], "--tokens"),
+    ):
+        code, _, said = _run("recipes/llama3-70b.toml", "--cluster", "h100-pod", *wrong)
+        assert code == 2, wrong
+        assert words in said
+        assert "Traceback" not in said

@@ -1,0 +1,134 @@
+"""Why a layout was chosen: levels, neighbours, failures, and questions about the question."""
+
+from math import sqrt
+from pathlib import Path
+
+import pytest
+from made_questions import EXPERTS, machine, question
+
+from danlu.planner import QuestionError, search
+from danlu.planner.asking import changed, chips_for, leanest, longest
+from danlu.planner.explain import PARTS, Judge, bottleneck, holds
+from danlu.planner.goodput import goodput, period, share
+from danlu.planner.pricing import Pricing
+from danlu.planner.space import Space
+from danlu.report.plan_tables import planned
+from danlu.spec.cluster import Failures, Tier
+from danlu.spec.load import load_plan
+from danlu.spec.plan import Plan
+from danlu.spec.toml import dumps
+
+
+def test_a_slow_level_is_named_and_a_fast_one_is_not() -> None:
+    slow = search(question(chips=16, cluster=machine(slow=1e9)), shown=1).best[0]
+    assert bottleneck(slow) == "rack"
+    assert holds(slow)[0].seconds > 0.1 * slow.seconds
+    fast = search(question(chips=4, cluster=machine(nodes=1)), shown=1).best[0]
+    assert bottleneck(fast) != "rack"
+
+
+def test_parts_of_a_step_add_up_and_have_words() -> None:
+    best = search(question(EXPERTS, chips=16), shown=1).best[0]
+    parts = best.prediction.parts
+    assert sum(parts.values()) == pytest.approx(best.seconds)
+    assert set(parts) <= set(PARTS)
+
+
+def test_neighbours_are_refused_for_a_reason_that_holds() -> None:
+    asked = question(chips=16, cluster=machine(memory=7.5e9), length=4096)
+    best = search(asked, shown=1).best[0]
+    refused = Judge(asked).refusals(best)
+    assert {refusal.kind for refusal in refused} == {"rule", "bytes", "seconds"}
+    for refusal in refused:
+        assert refusal.reason
+        if refusal.kind == "seconds":
+            assert "-" not in refusal.reason.split(",")[1], refusal  # none is faster
+        if refusal.kind == "bytes":
+            assert refusal.remedy
+
+
+def test_period_leaves_most_time() -> None:
+    save, between, recover = 30.0, 3600.0, 120.0
+    best = period(save, between, recover)
+    assert best == save + sqrt(2 * (between + recover) * save + save**2)
+    for other in (best * 0.8, best * 1.2):
+        assert share(other, save, between, recover) < share(best, save, between, recover)
+
+
+def test_goodput_picks_a_tier_and_falls_with_failures() -> None:
+    cluster = machine().model_copy(
+        update={
+            "tiers": (
+                Tier(name="slow", kind="shared", capacity=10**15, read=1e9, write=1e9),
+                Tier(name="fast", kind="local", capacity=10**13, read=5e9, write=5e9),
+                Tier(name="small", kind="memory", capacity=1000, read=1e12, write=1e12),
+            ),
+            "failures": Failures(node_mtbf=86400.0, restart=60.0),
+        }
+    )
+    asked = question(cluster=cluster)
+    kept = goodput(asked)
+    assert kept is not None
+    assert kept.tier == "fast"
+    assert kept.between_failures == 86400 / 4
+    often = goodput(asked, mtbf=3600.0)
+    assert often is not None
+    assert often.share < kept.share < 1
+    assert goodput(question()) is None or question().cluster.tiers
+
+
+def test_what_if_changes_one_thing() -> None:
+    asked = question()
+    other = changed(asked, "rack.bandwidth=2x")
+    assert other.cluster.levels[1].bandwidth == 2 * asked.cluster.levels[1].bandwidth
+    assert other.cluster.levels[0] == asked.cluster.levels[0]
+    assert changed(asked, "chip.memory=141 GB").cluster.chip.memory == 141 * 10**9
+    assert changed(asked, "batch.length=2x").recipe.batch.length == 2 * asked.recipe.batch.length
+    faster = changed(asked, "chip.peak=2x").cluster.chip.peak
+    assert faster["bf16"] == 2 * asked.cluster.chip.peak["bf16"]
+    for wrong in ("fabric.bandwidth=2x", "rack.bandwith=2x", "rack.bandwidth", "rack.latency=quick"):
+        with pytest.raises(QuestionError, match="--what-if"):
+            changed(asked, wrong)
+
+
+def test_a_faster_network_is_never_slower() -> None:
+    asked = question(EXPERTS, chips=8, cluster=machine(nodes=2, slow=5e9), sequences=8)
+    now = search(asked, shown=1).best[0]
+    then = search(changed(asked, "rack.bandwidth=4x"), shown=1).best[0]
+    assert then.seconds < now.seconds
+
+
+def test_fewest_chips_that_are_in_time() -> None:
+    asked = question(sequences=64)
+    fastest = search(asked, shown=1).best[0]
+    tokens = 1e9
+    days = tokens / fastest.tokens_per_second / 86400
+    found = chips_for(asked, tokens, days * 3, search)
+    assert found.answer is not None
+    chips = found.answer.question.chips
+    assert chips < asked.chips
+    assert dict(found.tried)[chips] <= days * 3  # type: ignore[operator]
+    assert chips_for(asked, tokens, days / 10, search).answer is None
+
+
+def test_leanest_takes_fewest_bytes() -> None:
+    asked = question(chips=8, cluster=machine(nodes=2))
+    assert leanest(asked).bytes == min(Pricing(asked).bytes(one).device for one in Space(asked).candidates())
+
+
+def test_sequences_grow_until_nothing_fits() -> None:
+    found = longest(question(chips=4, cluster=machine(nodes=1, memory=16e9), sequences=64), search)
+    assert found[-1][1] is None
+    assert all(choice is not None and choice.fits for _, choice in found[:-1])
+    assert [length for length, _ in found] == [2048 * 2**power for power in range(len(found))]
+
+
+def test_a_plan_keeps_what_was_predicted(tmp_path: Path) -> None:
+    best = search(question(chips=8, cluster=machine(nodes=2)), shown=1).best[0]
+    plan = planned(best, None)
+    (tmp_path / "plan.toml").write_text(dumps(plan))
+    again = load_plan(tmp_path / "plan.toml")
+    assert again == plan
+    assert again.prediction is not None
+    assert again.prediction.seconds == best.seconds
+    assert Plan().prediction is None

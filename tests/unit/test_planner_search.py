@@ -1,0 +1,143 @@
+"""The planner's answers: the same as pricing everything, and nothing that the runtime would refuse."""
+
+import random
+from pathlib import Path
+
+import pytest
+from made_questions import EXPERTS, machine, question
+
+from danlu.planner import Question, QuestionError, exhaustive, limits, price, search
+from danlu.planner.places import Places, place_of
+from danlu.planner.pricing import Pricing
+from danlu.planner.space import Space, candidate_of
+from danlu.spec.check import check
+from danlu.spec.load import Sourced, load_cluster, load_recipe
+from danlu.spec.plan import Degrees, Plan
+from danlu.spec.toml import Document
+
+SMALL = {
+    "dense": question(chips=8, cluster=machine(nodes=2)),
+    "dense, little memory": question(chips=8, cluster=machine(nodes=2, memory=11e9), length=4096),
+    "dense, slow network": question(chips=8, cluster=machine(nodes=2, slow=2e9)),
+    "dense, 12 chips on nodes of 4": question(chips=12, cluster=machine(nodes=3), sequences=12),
+    "dense, 6 chips": question(chips=6, cluster=machine(nodes=3), sequences=12),
+    "experts": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8),
+    "experts, little memory": question(EXPERTS, chips=8, cluster=machine(nodes=2, memory=16e9), sequences=8),
+    "experts, imbalance": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8, imbalance=2.0),
+    "no pipeline": question(chips=16, without="pp"),
+    "one node": question(chips=4, cluster=machine(nodes=1)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_finds_the_layout_that_pricing_all_of_them_finds(name: str) -> None:
+    asked = SMALL[name]
+    best, found = exhaustive(asked), search(asked, shown=1)
+    assert best is not None
+    assert found.best[0].seconds == pytest.approx(best.seconds, rel=1e-12)
+    assert found.best[0].plan == best.plan
+    assert found.priced < found.layouts
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_bounds_are_bounds(name: str) -> None:
+    asked, chance = SMALL[name], random.Random(7)
+    space, pricing, places = Space(asked), Pricing(asked), Places(asked.cluster)
+    candidates = list(space.candidates())
+    for candidate in chance.sample(candidates, min(150, len(candidates))):
+        least = pricing.least(candidate).seconds
+        for inner, some in places.by_inner(candidate.degrees).items():
+            settled = pricing.least(candidate, known=inner).seconds
+            for place in some:
+                exact = pricing.exact(candidate, place)
+                assert least <= settled * (1 + 1e-9)
+                assert settled <= exact.seconds * (1 + 1e-9)
+                assert pricing.least_of(candidate.core, candidate.work) <= exact.seconds
+                assert pricing.bytes(candidate) == exact.memory
+
+
+def test_larger_microbatches_never_take_fewer_bytes() -> None:
+    for asked in (SMALL["dense"], SMALL["experts"]):
+        space, pricing = Space(asked), Pricing(asked)
+        taken: dict[object, list[float]] = {}
+        for candidate in space.candidates():  # fewest microbatches first
+            key = (candidate.core._replace(microbatches=1), candidate.work, candidate.split)
+            taken.setdefault(key, []).append(pricing.bytes(candidate).device)
+        assert all(sizes == sorted(sizes, reverse=True) for sizes in taken.values())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_answer_passes_the_rules(name: str) -> None:
+    asked = SMALL[name]
+    answer = search(asked)
+    assert len({choice.plan.degrees for choice in answer.best}) == len(answer.best)
+    for choice in answer.best:
+        assert choice.plan.degrees.world == asked.chips
+        assert choice.fits
+        _passes(asked, choice.plan)
+
+
+def test_random_layouts_pass_the_rules_in_all_their_places() -> None:
+    chance = random.Random(3)
+    for asked in SMALL.values():
+        candidates, places = list(Space(asked).candidates()), Places(asked.cluster)
+        for candidate in chance.sample(candidates, min(20, len(candidates))):
+            for place in places.of(candidate.degrees):
+                _passes(asked, candidate.plan(place.as_mapping()))
+
+
+def _passes(asked: Question, plan: Plan) -> None:
+    paths = [Document(Path(name), {}, {}) for name in ("recipe", "plan", "cluster")]
+    problems = check(Sourced(asked.recipe, paths[0]), Sourced(plan, paths[1]), Sourced(asked.cluster, paths[2]))
+    assert not problems, (plan, problems)
+
+
+def test_a_plan_is_priced_as_it_was_found() -> None:
+    found = search(SMALL["experts"], shown=3)
+    for choice in found.best:
+        again = price(SMALL["experts"], choice.plan)
+        assert again.candidate == choice.candidate == candidate_of(choice.plan)
+        assert again.seconds == pytest.approx(choice.seconds)
+        assert again.bytes == choice.bytes
+
+
+def test_nothing_fits_and_says_by_how_much() -> None:
+    asked = question(chips=4, cluster=machine(nodes=1, memory=4e9), length=4096)
+    answer = search(asked)
+    assert not answer.best
+    assert answer.leanest is not None
+    assert answer.leanest.bytes > asked.memory
+    assert answer.leanest.bytes == min(Pricing(asked).bytes(one).device for one in Space(asked).candidates())
+
+
+def test_holds_what_is_fixed_and_leaves_out_what_is_not_wanted() -> None:
+    held = search(question(chips=16, fix="tp=2,recompute=full|selective", without="pp"))
+    for choice in held.best:
+        assert (choice.plan.degrees.tp, choice.plan.degrees.pp) == (2, 1)
+        assert choice.plan.recompute in ("full", "selective")
+    with pytest.raises(QuestionError, match="did you mean `shard`"):
+        limits(fix="dp=4")
+    with pytest.raises(QuestionError, match="neither an axis"):
+        limits(without="bubbles")
+    with pytest.raises(QuestionError, match="16 or fewer"):
+        question(chips=17)
+
+
+def test_groups_reach_as_far_as_their_ranks_lie() -> None:
+    cluster = load_cluster("h100-pod")
+    plan = Plan(degrees=Degrees(pp=16, shard=128, tp=8), mapping={})
+    spans = dict(place_of(plan, cluster).spans)
+    assert spans["tp"] == (8, 1, 1)
+    # 2,048 nodes: 384 in a pod; 128 neighbours of a shard axis are a third of one
+    assert spans["shard×cp"] == (1, 128, 1)
+    inside = Plan(degrees=Degrees(shard=128, tp=8), mapping={"shard": {"node": 8, "pod": 16}, "tp": {"pod": 8}})
+    spans = dict(place_of(inside, cluster).spans)
+    assert spans["shard×cp"] == (8, 16, 1)
+    assert spans["tp"] == (1, 8, 1)
+
+
+def test_a_large_question_is_answered_and_placed_inside() -> None:
+    asked = Question(recipe=load_recipe(Path("recipes/llama3-70b.toml")), cluster=load_cluster("h100-pod"), chips=256)
+    best = search(asked, shown=1).best[0]
+    assert 0.2 < best.mfu < 0.8
+    assert dict(best.place.spans)["tp"][0] == best.candidate.core.tp
