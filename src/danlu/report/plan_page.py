@@ -25,14 +25,14 @@ from danlu.spec.trace import DryRun
 
 _TONES = {
     "linear": "p-forward",
-    "attention": "k-parameters",
+    "attention": "p-forward mixed",
     "elementwise": "k-gathered",
     "head": "k-optimiser",
     "recompute": "p-recompute",
     "tensor": "a-tp",
     "context": "a-cp",
     "expert": "a-ep",
-    "gather": "a-shard",
+    "gather": "a-shard mixed",
     "gradients": "a-replicate",
     "parameters": "a-replicate",
     "transfer": "a-pp",
