@@ -49,6 +49,7 @@ def test_a_plan_by_name_by_file_or_by_default(tmp_path: Path, alone: None) -> No
         (Plan(degrees=Degrees(pp=2)), r"degrees\.pp.*needs the step itself.*recipe"),
         (Plan(degrees=Degrees(cp=2)), r"degrees\.cp.*attention that exchanges heads"),
         (Plan(degrees=Degrees(ep=2)), r"degrees\.ep.*expert layers"),
+        (Plan(microbatches=2), r"microbatches.*your loop takes the microbatches"),
         (Plan(degrees=Degrees(shard=2)), r"make 2 ranks, but 1 were started.*torchrun --nproc-per-node 2"),
     ],
 )

@@ -16,7 +16,7 @@ from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights, open_weights
 from danlu.memory.recompute import Region, apply_recompute
 from danlu.spec.own_model import OwnModel
-from danlu.spec.plan import Degrees, Plan
+from danlu.spec.plan import Degrees, Pipeline, Plan
 from danlu.spec.problem import SpecError
 from danlu.spec.recipe import Batch, Data, LayerPrecision, Precision, Recipe
 
@@ -52,6 +52,12 @@ WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
     "compile without layers": ("NoLayers", Plan(compile=True), {}, r"compile.*nn\.ModuleList"),
     "pipeline without layers": ("NoLayers", PIPELINE, {}, r"degrees\.pp.*nn\.ModuleList"),
     "pipeline of few layers": ("Chain", Plan(degrees=Degrees(pp=8), microbatches=8), {}, r"8 stages.*4 layers"),
+    "pipeline of other layers": (
+        "Chain",
+        Plan(degrees=Degrees(pp=2), microbatches=2, pipeline=Pipeline(layers=(1, 2))),
+        {},
+        r"pipeline\.layers.*adds up to 3 layers, but `layers` has 4",
+    ),
     "pipeline around layers": ("SkipsAround", PIPELINE, {}, r"no chain: layer layers\.1 was not given"),
     "pipeline past a layer": ("SkipsLayer", PIPELINE, {}, r"no chain: 3 of its 4 layers were called"),
     "pipeline and a loose parameter": ("LooseParameter", PIPELINE, {}, r"parameter `shift`.*module of its own"),

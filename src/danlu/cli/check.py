@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from danlu.cli.own_model import check_own_model, with_absolute_paths
+from danlu.cli.own_model import check_own_model
+from danlu.cli.paths import with_absolute_paths
 from danlu.cost import active_parameters, parameters
 from danlu.report.wording import count
 from danlu.spec.check import Checked, check_all

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from danlu.cli.dryrun_page import show_dryrun
-from danlu.cli.own_model import check_own_model, with_absolute_paths
+from danlu.cli.own_model import check_own_model
+from danlu.cli.paths import with_absolute_paths
 from danlu.comm.layout import dense_ranks
 from danlu.report import wording
 from danlu.report.trace import footer, memory_table, operator_table, traffic_table

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from danlu import scheduler
 from danlu.cli.follow import follow
+from danlu.cli.own_model import check_own_model
+from danlu.cli.paths import with_absolute_paths
 from danlu.cli.prepare import choose_folder, prepare_run
 from danlu.report import Live
 from danlu.scheduler import SlurmError, SlurmJob
@@ -91,6 +93,7 @@ def _pretend_to_prepare(
 ) -> RunFolder:
     """The folder `prepare_run` would write, with the files checked as it does."""
     checked = check_all(recipe, plan, cluster, default=fully_sharded(world))
+    check_own_model(with_absolute_paths(checked.recipe, recipe.parent), recipe, checked.plan, plan)
     return choose_folder(name, checked.recipe.name)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import typer
 
 from danlu.cli.data import build_with_progress
-from danlu.cli.own_model import check_own_model, with_absolute_paths
+from danlu.cli.own_model import check_own_model
+from danlu.cli.paths import with_absolute_paths
 from danlu.spec import Model, Recipe, RunFolder, SpecError, toml
 from danlu.spec.check import Checked, check_all
 from danlu.spec.load import load_model

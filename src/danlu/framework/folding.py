@@ -74,9 +74,7 @@ def find_fold(recipe: Recipe, plan: Plan, place: int) -> Fold | None:
     """How to fold the layers of the rank at `place` on the pipeline; None if running them all is no dearer."""
     model = recipe.model
     if recipe.precision.layers or not isinstance(model, Model):
-        return (
-            None  # layers are chosen by number in the first, and numbers change; nothing is known of another's module
-        )
+        return None  # layers are chosen by number, and numbers would change; or nothing is known of a user's module
     mine = rank_stages(plan, place)
     stages = [_kinds(model, layers) for layers in plan.stage_layers(model.layers)]
     saved = [sum(max(0, stages[stage][kind] - LONG) for stage in mine) for kind in (0, 1)]

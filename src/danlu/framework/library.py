@@ -26,7 +26,7 @@ from danlu.compiler.blocks import apply_compile
 from danlu.framework import precision as precisions
 from danlu.framework.guard import PATIENCE, Judge, stop_on_signal
 from danlu.framework.own.anatomy import dissect
-from danlu.framework.own.blueprint import check_layered, sharding_units, share_matrices
+from danlu.framework.own.blueprint import check_layered, check_patterns, sharding_units, share_matrices
 from danlu.framework.own.factory import OwnModelError
 from danlu.framework.own.proof import OnExample
 from danlu.framework.own.styles import tensor_map
@@ -77,7 +77,8 @@ def parallelize(
     list of layers, `tensor` says which matrices `tp` shares (a transformers model brings its own plan). With `tp`,
     `example` is an input on which the shared module is held against the whole one.
     """
-    _check_axes(plan, world := _join())
+    _check_axes(plan)
+    world = _join()
     if plan.degrees.world != world:
         raise OwnModelError(
             "degrees",
@@ -90,6 +91,8 @@ def parallelize(
     _check_same(model)
     anatomy = dissect(model, blocks)
     check_layered(anatomy, plan)
+    dtypes = precision if isinstance(precision, Precision) else Precision(compute=precision)
+    check_patterns(anatomy, dtypes)
     expected = None
     if mesh.tensor is not None:
         styles = tensor_map(model, tensor or {}, plan.degrees.tp)
@@ -100,7 +103,6 @@ def parallelize(
         apply_recompute((Region(layer, draws=True) for layer in layers), plan.recompute)
     if plan.compile:
         apply_compile(layers)
-    dtypes = precision if isinstance(precision, Precision) else Precision(compute=precision)
     policy = partial(precisions.policy, dtypes)
     units = sharding_units(model, anatomy, mesh, called=set())
     apply_sharding(model, units, mesh.parameters, policy, policy(""), plan.reshards, average=True)
@@ -227,8 +229,8 @@ def _join() -> int:
     return dist.get_world_size()
 
 
-def _check_axes(plan: Plan, world: int) -> None:
-    """Refuse the axes that need more than a module."""
+def _check_axes(plan: Plan) -> None:
+    """Refuse what needs more than a module."""
     needs = {
         "pp": "the step itself, which your loop takes: train with a recipe ([model] factory) for a pipeline",
         "cp": "attention that exchanges heads: describe the model by its shape in a recipe",
@@ -237,6 +239,9 @@ def _check_axes(plan: Plan, world: int) -> None:
     for axis, reason in needs.items():
         if (degree := getattr(plan.degrees, axis)) > 1:
             raise OwnModelError(f"degrees.{axis}", f"is {degree}, but this axis needs {reason.split(':')[0]}", reason)
+    if plan.microbatches > 1:
+        message = f"is {plan.microbatches}, but your loop takes the microbatches, and nothing here would read it"
+        raise OwnModelError("microbatches", message, "call backward once a microbatch, and leave it out of the plan")
 
 
 def _check_same(model: nn.Module) -> None:
@@ -248,7 +253,7 @@ def _check_same(model: nn.Module) -> None:
     low, high = sums.clone(), sums.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)
-    if (different := (low != high).nonzero().flatten().tolist()) and different:
+    if different := (low != high).nonzero().flatten().tolist():
         raise ValueError(
             f"every rank must make the same module, but `{names[different[0]]}` and {len(different) - 1} other "
             "parameters differ between ranks; call torch.manual_seed with one seed before making it"

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from danlu.cost.schedule import actions_of
 from danlu.parallel.pipeline import LOOPED, SINGLE, rank_stages
 from danlu.spec.plan import Plan
 
@@ -19,23 +20,9 @@ def schedule_actions(plan: Plan) -> tuple[tuple[str, ...], ...]:
     if plan.degrees.pp == 1:
         return ()
     if plan.pipeline.schedule in SINGLE:
-        return tuple(_single(plan, place) for place in range(plan.degrees.pp))
+        # What torch's 1F1B schedule says of itself is off by one for the last stage (PyTorch 2.13).
+        return actions_of(plan.pipeline.schedule, places=plan.degrees.pp, microbatches=plan.microbatches)
     return _looped(plan)
-
-
-def _single(plan: Plan, place: int) -> tuple[str, ...]:
-    """The schedules of one stage a rank, in the order that torch runs them.
-
-    (What its 1F1B schedule says of itself is off by one for the last stage in PyTorch 2.13.)
-    """
-    microbatches, pp = plan.microbatches, plan.degrees.pp
-    ahead = microbatches if plan.pipeline.schedule == "gpipe" else min(microbatches, pp - place)
-    actions = [f"F{place}.{microbatch}" for microbatch in range(ahead)]
-    for microbatch in range(microbatches):
-        actions.append(f"B{place}.{microbatch}")
-        if (following := ahead + microbatch) < microbatches:
-            actions.append(f"F{place}.{following}")
-    return tuple(actions)
 
 
 @dataclass

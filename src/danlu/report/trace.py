@@ -3,6 +3,7 @@
 from rich.table import Table
 
 from danlu.report import wording
+from danlu.report.dryrun_traffic import traffic
 from danlu.spec.trace import KINDS, DryRun, Instant, Operator, Trace
 
 HEAVIEST = 8
@@ -34,11 +35,6 @@ def owner(instant: Instant) -> str:
 
 def traffic_table(trace: Trace) -> Table:
     """What one rank puts into the network in a step, by axis and operation."""
-    totals: dict[tuple[str, int, str, str], list[int]] = {}
-    for call in trace.collectives:
-        both = totals.setdefault((call.axes, call.ranks, call.level, call.operation), [0, 0])
-        both[0] += call.count
-        both[1] += call.total
     has_levels = any(call.level for call in trace.collectives)
     table = Table(title=f"Sent by rank {trace.rank:,} of {trace.world:,} in a step", title_justify="left")
     table.add_column("axis")
@@ -48,9 +44,9 @@ def traffic_table(trace: Trace) -> Table:
     table.add_column("operation")
     table.add_column("calls", justify="right")
     table.add_column("bytes", justify="right")
-    for (axes, ranks, level, operation), (count, total) in sorted(totals.items(), key=lambda item: -item[1][1]):
-        place = [level] if has_levels else []
-        table.add_row(axes, f"{ranks:,}", *place, operation, f"{count:,}", wording.size(total))
+    for row in traffic(trace):
+        place = [row.level] if has_levels else []
+        table.add_row(row.axes, f"{row.ranks:,}", *place, row.operation, f"{row.calls:,}", wording.size(row.bytes))
     return table
 
 

@@ -23,7 +23,7 @@ from danlu.parallel.tensor import Style, apply_tp
 from danlu.spec.own_model import OwnModel
 from danlu.spec.plan import Plan
 from danlu.spec.problem import nearest
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import Precision, Recipe
 
 
 class BroughtModel:
@@ -81,6 +81,13 @@ class BroughtModel:
         Where matrices are shared, the whole module is also what the shared one is held against.
         """
         if self.recipe.weights:
+            if mesh.size("tp") > 1 and mesh.rank == 0:
+                warnings.warn(
+                    f"matrices of {self.own.factory} are shared over tp without proof, because `weights` are read and "
+                    "no whole module is made; a short run without `weights` proves the map",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             for part in parts:
                 materialise(part, mesh.device)
             return
@@ -123,15 +130,11 @@ class BroughtModel:
                 stacklevel=2,
             )
         if degrees.pp > 1:
-            check_cuttable(self.empty, self.anatomy, self.seen, degrees.pp, plan.stages)
+            check_cuttable(self.empty, self.anatomy, self.seen, plan)
         if degrees.tp > 1:
             tensor_map(self.empty, self.own.tensor, degrees.tp)
         check_layered(self.anatomy, plan)
-        names = [*self.anatomy.blocks, *self.anatomy.outside, self.rest]
-        for index, group in enumerate(self.recipe.precision.layers):
-            if not any(fnmatchcase(name, group.match) for name in names):
-                key = f"precision.layers[{index}].match"
-                raise OwnModelError(key, f'is "{group.match}", which matches no module', nearest(group.match, names))
+        check_patterns(self.anatomy, self.recipe.precision)
 
 
 def share_matrices(part: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
@@ -140,6 +143,15 @@ def share_matrices(part: nn.Module, styles: Mapping[str, Style], mesh: DeviceMes
     same = shared_parameters(part)
     apply_tp(part, {name: style for name, style in styles.items() if name in held}, mesh)
     tie(part, same)
+
+
+def check_patterns(anatomy: Anatomy, precision: Precision) -> None:
+    """Say which pattern of `precision.layers` is for no module."""
+    names = [*anatomy.blocks, *anatomy.outside, ""]
+    for index, group in enumerate(precision.layers):
+        if not any(fnmatchcase(name, group.match) for name in names):
+            key = f"precision.layers[{index}].match"
+            raise OwnModelError(key, f'is "{group.match}", which matches no module', nearest(group.match, names))
 
 
 def check_layered(anatomy: Anatomy, plan: Plan) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from danlu.framework.own.anatomy import Anatomy, has_parameters, shared_parameters
 from danlu.framework.own.factory import OwnModelError
 from danlu.framework.own.rehearsal import Rehearsal, scores_of
+from danlu.spec.plan import Plan
 
 
 class _LeaveError(Exception):
@@ -63,9 +64,10 @@ class _StandIn(nn.Module):
         return tree_map(zeros, self.returned)
 
 
-def check_cuttable(empty: nn.Module, anatomy: Anatomy, seen: Rehearsal, pp: int, stages: int) -> None:
+def check_cuttable(empty: nn.Module, anatomy: Anatomy, seen: Rehearsal, plan: Plan) -> None:
     """Say what a pipeline needs and this module does not offer."""
     key, one = "degrees.pp", "or `pp = 1`"
+    pp, stages, layers = plan.degrees.pp, plan.stages, plan.pipeline.layers
     if not anatomy.blocks:
         raise OwnModelError(
             key, f"is {pp}, but the module has no list of layers", f"keep the layers in an nn.ModuleList, {one}"
@@ -83,6 +85,12 @@ def check_cuttable(empty: nn.Module, anatomy: Anatomy, seen: Rehearsal, pp: int,
     if stages > len(anatomy.blocks):
         raise OwnModelError(
             key, f"makes {stages} stages, but `{anatomy.container}` has {len(anatomy.blocks)} layers", "fewer stages"
+        )
+    if layers and sum(layers) != len(anatomy.blocks):
+        raise OwnModelError(
+            "pipeline.layers",
+            f"adds up to {sum(layers)} layers, but `{anatomy.container}` has {len(anatomy.blocks)}",
+            "one entry a stage that add up to it, or remove it to spread the layers evenly",
         )
     both = {name for name in seen.before if name in seen.after}
     called = {*seen.before, *seen.after} - both

@@ -16,7 +16,7 @@ from danlu.framework.own.factory import OwnModelError
 from danlu.framework.own.rehearsal import scores_of, stream_of
 from danlu.parallel.shard import free_gathered
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Of the largest value, by the dtype that the module computes in."""
 
 
