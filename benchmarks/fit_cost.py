@@ -47,7 +47,6 @@ HABITS = Habits(
     collective=20e-6,
     host=40e-6,
     tensor_hidden=0.6,
-    expert_hidden=0.4,
     spread=0.013,
     step=0.01,
 )

@@ -72,8 +72,6 @@ class Habits:
     """Seconds that the host takes to launch a kernel: what small layers wait for."""
     tensor_hidden: float
     """Of the tensor-parallel traffic, hidden where a program overlaps it."""
-    expert_hidden: float
-    """Of the expert-parallel traffic, hidden where a program overlaps it."""
     spread: float
     """Standard deviation of the speed of chips of one kind; a step waits for the slowest of all."""
     step: float

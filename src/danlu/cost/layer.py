@@ -8,6 +8,7 @@ attention as far as it lasts (Liu et al., "Ring attention", 2023), or heads agai
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from danlu.cost.calibration import Habits
@@ -21,6 +22,7 @@ from danlu.cost.collectives import (
     reduce_scatter,
     transfer,
 )
+from danlu.cost.overlap import exposed
 from danlu.cost.operators import Device, elementwise, flash_attention, fused_attention, matmul
 from danlu.cost.shape import Shape
 from danlu.cost.software import Software
@@ -92,9 +94,12 @@ def layer_time(
     weights = sum(matmul(device, k, n, m, weight_gradient=True) for m, n, k in products)
     if moe:
         routed = _expert_products(shape, tokens, cut, software)
-        linear += sum(matmul(device, m, n, k, groups=groups) for groups, m, n, k in routed)
-        inputs += sum(matmul(device, m, k, n, groups=groups) for groups, m, n, k in routed)
-        weights += sum(matmul(device, k, n, m, groups=groups, weight_gradient=True) for groups, m, n, k in routed)
+        fused = software.fuses_experts
+        linear += sum(matmul(device, m, n, k, groups=groups, fused=fused) for groups, m, n, k in routed)
+        inputs += sum(matmul(device, m, k, n, groups=groups, fused=fused) for groups, m, n, k in routed)
+        weights += sum(
+            matmul(device, k, n, m, groups=groups, weight_gradient=True, fused=fused) for groups, m, n, k in routed
+        )
     core, core_backward = _core_attention(shape, cut, device, software, habits)
     moved, moved_backward, kernels = _moved(shape, tokens, cut, software, habits, moe)
     if device.fp8:
@@ -106,7 +111,6 @@ def layer_time(
         linear=linear,
         elementwise=elementwise(device, moved, kernels),
         tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=False),
-        expert=_expert(shape, tokens, cut, network, software, habits) if moe else 0.0,
         context=_context(shape, tokens, cut, network, software, core, 1),
     )
     backward = Pass(
@@ -114,10 +118,14 @@ def layer_time(
         linear=inputs + weights,
         elementwise=elementwise(device, moved_backward, kernels * 3 // 2),
         tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=True),
-        expert=forward.expert,
         context=_context(shape, tokens, cut, network, software, core_backward, 2),
     )
-    host = habits.host * (kernels + (4 if cut.tp > 1 else 0))
+    if moe:
+        forward, backward = (
+            once._replace(expert=_expert(shape, tokens, cut, network, software, habits, once.compute))
+            for once in (forward, backward)
+        )
+    host = 0.0 if software.graphed else habits.host * (kernels + (4 if cut.tp > 1 else 0))
     blocking = software.blocking_launches
     forward, backward = forward.launched(host, blocking), backward.launched(1.3 * host, blocking)
     return LayerTime(forward, backward, weights, _again(forward, shape, tokens, cut, device, software))
@@ -166,6 +174,8 @@ def _core_attention(shape: Shape, cut: Cut, device: Device, software: Software, 
             ),
         )
     queries, head = cut.length // cut.cp, (shape.head + shape.value) / 2
+    if software.fp8_attention and device.fp8:
+        device = replace(device, half_peak=device.peak * device.efficiency.fp8)
 
     def over(keys: float, backward: bool) -> float:
         return flash_attention(device, cut.sequences, heads, queries, keys, head, backward=backward)
@@ -194,7 +204,7 @@ def _moved(
     routed = 0.0
     if moe:
         rows = tokens * shape.top_k / cut.tp * software.imbalance
-        hidden += 2.0 * rows * shape.expert_width
+        hidden += 0.0 if software.fuses_experts else 2.0 * rows * shape.expert_width
         routed = habits.dispatch * rows * shape.width
     activation = 3.0 if shape.gated else 2.0
     forward = habits.elementwise * (10.0 * stream + 2.0 * projected + activation * hidden) + routed
@@ -224,8 +234,10 @@ def _tensor(
     return blocks * once * ((1 - habits.tensor_hidden) if software.hides_tensor else 1.0)
 
 
-def _expert(shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, habits: Habits) -> float:
-    """Exposed traffic of experts in one pass: to the experts and back."""
+def _expert(
+    shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, habits: Habits, compute: float
+) -> float:
+    """Exposed traffic of experts in one pass: to the experts and back, or what another microbatch's pass leaves of it."""
     held = 2.0 * shape.top_k * tokens / cut.tp * shape.width * software.imbalance
     if software.sends_once:
         routed = tokens / cut.tp * software.imbalance
@@ -234,7 +246,7 @@ def _expert(shape: Shape, tokens: int, cut: Cut, network: Network, software: Sof
         once = all_to_all(network, cut.ep_span, held)
     if software.expert_tp > 1:
         once += all_gather(network, cut.etp_span, held * software.expert_tp)
-    return 2 * once * ((1 - habits.expert_hidden) if software.hides_experts else 1.0)
+    return exposed(2 * once, compute, habits.contention) if software.hides_experts else 2 * once
 
 
 def _context(

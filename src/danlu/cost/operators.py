@@ -41,14 +41,20 @@ class Device:
 
 
 @lru_cache(maxsize=65536)
-def matmul(device: Device, m: int, n: int, k: int, *, groups: int = 1, weight_gradient: bool = False) -> float:
-    """Seconds of `groups` products of m × k by k × n; `weight_gradient` adds its result to one in fp32."""
+def matmul(
+    device: Device, m: int, n: int, k: int, *, groups: int = 1, weight_gradient: bool = False, fused: bool = False
+) -> float:
+    """Seconds of `groups` products of m × k by k × n; `weight_gradient` adds its result to one in fp32.
+
+    `fused` groups are one kernel whose tiles do not mind which group they belong to, as fast as one product of as many
+    tiles; the others are calls of their own, one a group.
+    """
     chip = device.efficiency
     rows_of = (m, n) if weight_gradient else (n, k)  # the other length counts tokens, which no row is made of
     best = device.peak * chip.matmul * (chip.fp8 if device.fp8 else 1.0) * _alignment(*rows_of)
     if weight_gradient:
         best *= chip.weight_gradient
-    if groups > 1:
+    if groups > 1 and not fused:
         best *= chip.grouped
     compute = min(
         _waves(ceil(m / rows) * ceil(n / columns) * groups, chip) * 2.0 * rows * columns * (k + chip.depth) / reuse

@@ -95,11 +95,13 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         microbatches=number["sequences"] // (number["dp"] * number["microbatch"]),
         schedule="interleaved" if number["vpp"] > 1 else "1f1b",
         stages_per_rank=number["vpp"],
+        stage_layers=_stage_layers(row["stages"], int(row["ahead"] or 0)),
         reshards=sharding is ZERO_3 or sharding is HYBRID,
     )
     hidden = row["overlap"].split()
     latent = Latent(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
     gradient = 2 if row["dtype"] == "fp16" else 4
+    kernels = row["kernels"].split()
     window, _, share = row["window"].partition("/")
     software = Software(
         sharding=sharding,
@@ -112,6 +114,10 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         hides_tensor="tp" in hidden,
         hides_experts="ep" in hidden,
         sends_once=row["dispatch"] == "once",
+        fuses_experts="experts" in kernels,
+        fp8_attention="attention" in kernels,
+        graphed=row["launches"] == "graphed",
+        predicts_ahead=int(row["ahead"] or 0),
         gradient_bytes=gradient,
         embedding_slots=row["embedding_slots"] == "1",
         synchronises_every_microbatch=row["engine"] in ("fsdp", "xla"),
@@ -146,6 +152,18 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
     )
 
 
+def _stage_layers(counts: str, ahead: int) -> tuple[int, ...]:
+    """Layers of every stage as a row has them, `4*15 1` for fifteen stages of four and one of one.
+
+    The layers that predict tokens ahead come behind the others.
+    """
+    parts = [part.partition("*") for part in counts.split()]
+    found = [int(count) for count, _, times in parts for _ in range(int(times or 1))]
+    if found:
+        found[-1] += ahead
+    return tuple(found)
+
+
 def _group(row: dict[str, str]) -> str:
     """What must be the same for two runs to differ only in their layout."""
     model = f"{row['model']} ({row['layers']} × {row['width']}, {row['heads']} heads)"
@@ -167,7 +185,7 @@ def _model(row: dict[str, str]) -> Model:
     return Model(
         name=row["model"],
         vocabulary=int(row["vocabulary"]),
-        layers=int(row["layers"]),
+        layers=int(row["layers"]) + int(row["ahead"] or 0),
         width=int(row["width"]),
         heads=int(row["heads"]),
         kv_heads=int(row["kv_heads"]),

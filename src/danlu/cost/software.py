@@ -67,10 +67,20 @@ class Software:
     """Reduce gradients, and gather parameters, while computing."""
     hides_tensor: bool = False
     hides_experts: bool = False
+    """Send tokens to experts while another microbatch computes."""
     hides_transfers: bool = True
     """Send between stages while computing; only the interleaved schedules can."""
     sends_once: bool = False
-    """Send a token once to every node that needs it, and spread it there (DeepEP, HybridEP), not once an expert."""
+    """Send a token once to every node and rank that needs it (DeepEP, HybridEP), not once an expert."""
+    fuses_experts: bool = False
+    """Run the products of all experts in one kernel, with the activation in it, not one call an expert."""
+    fp8_attention: bool = False
+    """Run attention in fp8 too where linear layers do."""
+    graphed: bool = False
+    """Replay the whole step as one recorded graph: no kernel waits for the host."""
+    predicts_ahead: int = 0
+    """Tokens predicted ahead beside the next one, each by a layer and a pass through the head of its own (DeepSeek-AI,
+    "DeepSeek-V3", 2024, section 2.2)."""
     gradient_bytes: int = 4
     """Bytes of a gradient as it is kept and reduced."""
     parameter_bytes: int = 2

@@ -254,10 +254,12 @@ class _Step:
         if holding.head:
             half = replace(self.device, peak=self.device.half_peak) if self.device.fp8 else self.device
             logits = self.habits.logits * tokens * columns
-            forward += matmul(half, tokens, columns, self.shape.width) + elementwise(self.device, logits / 2, 8)
-            backward += matmul(half, tokens, self.shape.width, columns) + elementwise(self.device, logits / 2, 4)
-            backward += matmul(half, self.shape.width, columns, tokens, weight_gradient=True)
-            backward += all_reduce(self.network, self.places.tp, stream)
+            once = matmul(half, tokens, columns, self.shape.width) + elementwise(self.device, logits / 2, 8)
+            again = matmul(half, tokens, self.shape.width, columns) + elementwise(self.device, logits / 2, 4)
+            again += matmul(half, self.shape.width, columns, tokens, weight_gradient=True)
+            again += all_reduce(self.network, self.places.tp, stream)
+            passes = 1 + self.software.predicts_ahead
+            forward, backward = forward + passes * once, backward + passes * again
         return forward, backward
 
     def _held(self, holding: Holding) -> Held:
