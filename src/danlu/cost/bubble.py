@@ -19,12 +19,19 @@ class StageTime(NamedTuple):
     weights: float
     """Of `backward`, what can wait."""
     sending: float = 0.0
-    """Exposed transfers of one microbatch."""
+    """Exposed transfers of one microbatch, which keep the rank busy."""
+    hops: float = 0.0
+    """From this rank to the next and back: what a microbatch is on its way while nothing hides it."""
 
     @property
     def slot(self) -> float:
-        """Both passes with their transfers."""
+        """Both passes with their transfers: what a rank takes for one microbatch."""
         return self.forward + self.backward + self.sending
+
+    @property
+    def path(self) -> float:
+        """Both passes and the way to the next rank: what a microbatch takes through the rank."""
+        return self.forward + self.backward + self.hops
 
 
 def pipeline_time(stages: Sequence[StageTime], microbatches: int, schedule: Schedule, stages_per_rank: int) -> float:
@@ -34,7 +41,7 @@ def pipeline_time(stages: Sequence[StageTime], microbatches: int, schedule: Sche
     if len(stages) == 1:
         return steady
     if schedule == "zero-bubble":
-        waits = [max(0.0, stage.slot - 2 * stage.weights) for stage in stages]
+        waits = [max(0.0, stage.path - 2 * stage.weights) for stage in stages]
         return steady + (sum(waits) - waits[slowest]) / stages_per_rank
     if schedule == "zbv":
         # Forward, backward for inputs and for weights fill each other's waits as far as they are equal.
@@ -50,8 +57,8 @@ def _waits(stages: Sequence[StageTime], slowest: int, microbatches: int) -> floa
     while it goes on with forwards, and after its last forward, while it goes on with backwards.
     """
     own = stages[slowest]
-    before = sum(stage.slot for stage in stages[:slowest])
-    behind = sum(stage.slot for stage in stages[slowest + 1 :])
+    before = sum(stage.path for stage in stages[:slowest])
+    behind = sum(stage.path for stage in stages[slowest + 1 :])
     ahead = min(len(stages) - slowest - 1, microbatches - 1)
     sending = own.sending / 2
     first = max(0.0, behind - ahead * (own.forward + sending))

@@ -237,9 +237,9 @@ class _Step:
                 second = exposed(second, backward, self.habits.contention)
             parts["gather"] = first + second
             forward, backward = forward + first, backward + second
-        sending = self._sending()
+        sending, hops = self._sending(holding)
         parts["transfer"] = sending
-        return StageTime(forward, backward, weights, sending), parts
+        return StageTime(forward, backward, weights, sending, hops), parts
 
     def _ends(self, holding: Holding) -> tuple[float, float]:
         """Embedding, head and loss of one microbatch, forward and backward."""
@@ -291,19 +291,25 @@ class _Step:
             gather /= self.layout.microbatches
         return gather, (twice - 1) * gather + scatter
 
-    def _sending(self) -> float:
-        """Exposed transfers between stages of one microbatch and both passes, on one rank."""
+    def _sending(self, holding: Holding) -> tuple[float, float]:
+        """Exposed transfers between stages of one microbatch and both passes: on one rank, and on its way to the next.
+
+        The first stage has nothing before it and the last nothing behind it: they send and receive half as often.
+        """
         layout = self.layout
         if layout.pp == 1:
-            return 0.0
+            return 0.0, 0.0
         stream = 2.0 * self.cut.sequences * self.cut.length / self.cut.cp * self.shape.width
         once = transfer(self.network, self.places.stride["pp"], stream / layout.tp)
         if not self.software.sequence_parallel:
             # Every tensor-parallel rank sends its part, and they gather it again (SC 2021, section 4.1).
             once += all_gather(self.network, self.places.tp, stream)
         hidden = self.software.hides_transfers and layout.stages_per_rank > 1
-        times = (4 if self.software.serial_transfers else 2) * layout.stages_per_rank
-        return times * once * (self.habits.contention if hidden else 1.0)
+        once *= self.habits.contention if hidden else 1.0
+        times = (2 if self.software.serial_transfers else 1) * (
+            2 * layout.stages_per_rank - holding.embedding - holding.head
+        )
+        return times * once, 2 * layout.stages_per_rank * once
 
     def _end(self, holding: Holding, stage: StageTime) -> dict[str, float]:
         """After the last microbatch: gradients between replicas, the optimiser, parameters back to replicas."""
