@@ -9,7 +9,7 @@ adds up: r − 1 rounds a level for rings (Thakur et al., 2005), their logarithm
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from danlu.spec.cluster import Cluster
 
@@ -26,6 +26,9 @@ class Link:
     bandwidth: float
     """Bytes a second of one chip into the level that a large collective gets."""
     latency: float
+    ring: float = inf
+    """Bytes a second of one group into the level, however many of its members lie inside: less than all of these get
+    together where the library drives one adapter for a group."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,17 @@ class Network:
         return tuple(found)
 
 
-def network_of(cluster: Cluster, inner: float, outer: float, start: float) -> Network:
-    """The network of a cluster at the given efficiencies of its innermost level and of the others."""
+def network_of(cluster: Cluster, inner: float, outer: float, start: float, ring: float = inf) -> Network:
+    """The network of a cluster at the given efficiencies of its innermost level and of the others.
+
+    `ring` bounds what one group gets beyond the innermost level.
+    """
     links, capacity = [], 1
     for index, level in enumerate(cluster.levels):
         capacity *= level.fanout
         share = inner if index == 0 else outer
-        links.append(Link(capacity, level.bandwidth * share / level.oversubscription, level.latency))
+        group = ring if index else inf
+        links.append(Link(capacity, level.bandwidth * share / level.oversubscription, level.latency, group))
     return Network(tuple(links), start)
 
 
@@ -61,7 +68,7 @@ def all_gather(network: Network, span: Span, gathered: float) -> float:
     slowest, latency, inside = 0.0, 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
-            slowest = max(slowest, gathered / inside * (1 - 1 / ranks) / link.bandwidth)
+            slowest = max(slowest, gathered * (1 - 1 / ranks) / min(inside * link.bandwidth, link.ring))
             latency += (ranks - 1) * link.latency
             inside *= ranks
     return network.start + latency + slowest if inside > 1 else 0.0
@@ -75,7 +82,7 @@ def all_reduce(network: Network, span: Span, reduced: float) -> float:
     slowest, ring, tree, inside = 0.0, 0.0, 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
-            slowest = max(slowest, 2 * reduced / inside * (1 - 1 / ranks) / link.bandwidth)
+            slowest = max(slowest, 2 * reduced * (1 - 1 / ranks) / min(inside * link.bandwidth, link.ring))
             ring += 2 * (ranks - 1) * link.latency
             tree += 2 * log2(ranks) * link.latency
             inside *= ranks

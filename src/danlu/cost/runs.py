@@ -4,7 +4,7 @@ import csv
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,7 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         bucket_bytes=_BUCKET * (gradient + 2) if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
         logit_bytes=_LOGIT_BYTES.get(row["loss"] or row["engine"], 10.0),
         blocking_launches=row["launches"] == "blocking",
+        ring_bandwidth=float(row["ring_GBps"]) * 1e9 if row["ring_GBps"] else inf,
         latent=latent,
         window=int(window) if window else 0,
         windowed=float(share) if share else 0.0,

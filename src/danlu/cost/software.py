@@ -4,6 +4,7 @@ The defaults are Danlu's own program; published runs of other programs set what 
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 Split = Literal["none", "group", "all"]
@@ -115,6 +116,8 @@ class Software:
     """Wait for every kernel before the next is launched, as a remedy for hangs."""
     exchanges_heads: bool = False
     """Share sequences by exchanging heads against positions around attention, not by passing keys and values round."""
+    ring_bandwidth: float = inf
+    """Bytes a second that one group of ranks gets between nodes, where its library drives one adapter for a group."""
     latent: Latent | None = None
     window: int = 0
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""

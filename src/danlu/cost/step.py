@@ -70,7 +70,8 @@ class Predictor:
         chip = cluster.chip
         self.efficiency = constants.of(chip.name, software.attention == "native")
         self.device = _device(chip, dtype, self.efficiency)
-        self.network = network_of(cluster, self.efficiency.inner, self.efficiency.outer, self.habits.collective)
+        inner, outer = self.efficiency.inner, self.efficiency.outer
+        self.network = network_of(cluster, inner, outer, self.habits.collective, software.ring_bandwidth)
         known = constants.known(chip.name)
         self.notes = () if known else (f"no calibration for {chip.name}: the default efficiencies are taken",)
         self._places: dict[object, Places] = {}
@@ -191,7 +192,7 @@ class _Step:
         ends = [self._end(holding, kinds[holding][0]) for holding in set(self.holdings)]
         worst = max(ends, key=lambda end: sum(end.values()))
         parts.update(worst)
-        parts["stragglers"] = pipeline * _slowest(layout.world, self.habits.spread)
+        parts["stragglers"] = pipeline * self._straggling([stage.slot for stage in stages])
         parts["other"] = self.habits.step
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
@@ -199,6 +200,16 @@ class _Step:
             memory=memory or self.memory(),
             notes=self.of.notes,
         )
+
+    def _straggling(self, slots: list[float]) -> float:
+        """By how much the slowest chip of the slowest stage lies behind: a slow chip in a stage with time to spare, less.
+
+        Of the j longest stages the shortest, with the slowest of all their chips, is a bound for every j.
+        """
+        slots = sorted(slots, reverse=True)
+        chips = self.layout.world // self.layout.pp
+        late = (slot * (1 + _slowest(chips * (j + 1), self.habits.spread)) for j, slot in enumerate(slots))
+        return max(late) / slots[0] - 1
 
     def _stage(self, holding: Holding) -> tuple[StageTime, dict[str, float]]:
         """One rank's passes of one microbatch, and their parts."""
