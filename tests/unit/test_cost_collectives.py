@@ -48,7 +48,22 @@ def test_a_token_is_sent_once_a_node() -> None:
     once = dispatch_once(TWO, (8, 8), 1.0, GIGA, 8)
     assert once == pytest.approx(GIGA * 7 * (1 - (7 / 8) ** 8) / 25e9)
     assert once < all_to_all(TWO, (8, 8), 8 * GIGA)
-    assert dispatch_once(TWO, (8, 1), 1.0, GIGA, 8) == all_to_all(TWO, (8, 1), 8 * GIGA)
+
+
+def test_a_token_is_sent_once_a_rank() -> None:
+    # inside one node: 4.6 sends where an all-to-all of every expert's copy takes seven
+    inside = dispatch_once(TWO, (8, 1), 1.0, GIGA, 8)
+    assert inside == pytest.approx(GIGA * 7 * (1 - (7 / 8) ** 8) / 300e9)
+    assert inside < all_to_all(TWO, (8, 1), 8 * GIGA)
+    assert dispatch_once(TWO, (8, 1), 1.0, GIGA, 1) == pytest.approx(all_to_all(TWO, (8, 1), GIGA))
+    assert dispatch_once(TWO, (1, 1), 1.0, GIGA, 8) == 0.0
+
+
+def test_a_group_may_drive_one_adapter_only() -> None:
+    narrow = Network((NODE, Link(64, 25e9, 0.0, ring=25e9)), 0.0)
+    assert all_reduce(narrow, (1, 8), GIGA) == all_reduce(TWO, (1, 8), GIGA)
+    assert all_reduce(narrow, (8, 4), GIGA) == pytest.approx(8 * all_reduce(TWO, (8, 4), GIGA))
+    assert all_gather(narrow, (8, 4), GIGA) == pytest.approx(GIGA * 3 / 4 / 25e9)
 
 
 def test_latency_grows_with_the_ring_and_a_tree_bounds_it() -> None:

@@ -106,9 +106,9 @@ def all_to_all(network: Network, span: Span, held: float) -> float:
 def dispatch_once(network: Network, span: Span, token: float, tokens: float, top_k: int) -> float:
     """Seconds to send every token once to each node that one of its `top_k` experts lies on, and there once a rank.
 
-    Of N places (1 − (1 − 1/N)^k) · (N − 1) others are reached by k experts drawn at random. On 8 ranks of a B200 with
-    k = 8 a token takes 4.6 sends, not 7: with the fitted bandwidth as long as HybridEP was measured to take (536 GB/s of
-    received tokens, its own rank's counted; deepseek-ai/DeepEP, docs/README_Hybrid-EP.md), and on 32 ranks of a GB200.
+    Of N places (1 − (1 − 1/N)^k) · (N − 1) others are reached by k experts drawn at random. With k = 8 on 8 ranks of a
+    B200 that is 4.6 sends, not 7: at the fitted bandwidth as long as HybridEP was measured to take (536 GB/s of what is
+    received, its own rank's counted; deepseek-ai/DeepEP, docs/README_Hybrid-EP.md), and so on 32 ranks of a GB200.
     """
     inner, nodes = span[0], members(span[1:])
     if members(span) == 1:

@@ -22,8 +22,8 @@ from danlu.cost.collectives import (
     reduce_scatter,
     transfer,
 )
-from danlu.cost.overlap import exposed
 from danlu.cost.operators import Device, elementwise, flash_attention, fused_attention, matmul
+from danlu.cost.overlap import exposed
 from danlu.cost.shape import Shape
 from danlu.cost.software import Software
 
@@ -237,7 +237,7 @@ def _tensor(
 def _expert(
     shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, habits: Habits, compute: float
 ) -> float:
-    """Exposed traffic of experts in one pass: to the experts and back, or what another microbatch's pass leaves of it."""
+    """Exposed traffic of experts in one pass: to them and back, or what another microbatch's pass leaves of it."""
     held = 2.0 * shape.top_k * tokens / cut.tp * shape.width * software.imbalance
     if software.sends_once:
         routed = tokens / cut.tp * software.imbalance

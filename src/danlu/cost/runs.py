@@ -95,7 +95,7 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         microbatches=number["sequences"] // (number["dp"] * number["microbatch"]),
         schedule="interleaved" if number["vpp"] > 1 else "1f1b",
         stages_per_rank=number["vpp"],
-        stage_layers=_stage_layers(row["stages"], int(row["ahead"] or 0)),
+        stage_layers=_stage_layers(row, number["pp"]),
         reshards=sharding is ZERO_3 or sharding is HYBRID,
     )
     hidden = row["overlap"].split()
@@ -125,6 +125,7 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         serial_transfers=row["engine"] == "deepspeed",
         reduces_whole=row["engine"] == "deepspeed" and row["dtype"] == "bf16",  # as its optimiser for bf16 does
         extra_groups=4 if row["engine"] == "deepspeed" else 0,  # its pipeline makes its own beside Megatron's
+        builds_whole=row["built"] == "whole",
         keeps_half=row["engine"] not in ("fsdp", "xla"),
         bucket_bytes=_BUCKET * (gradient + 2) if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
         logit_bytes=_LOGIT_BYTES.get(row["loss"] or row["engine"], 10.0),
@@ -153,15 +154,20 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
     )
 
 
-def _stage_layers(counts: str, ahead: int) -> tuple[int, ...]:
-    """Layers of every stage as a row has them, `4*15 1` for fifteen stages of four and one of one.
+def _stage_layers(row: dict[str, str], pp: int) -> tuple[int, ...]:
+    """Layers of every stage as a row has them, `4*15 1` for fifteen stages of four and one of one; none: even.
 
-    The layers that predict tokens ahead come behind the others.
+    The layers that predict tokens ahead come behind the others. DeepSpeed fills stage after stage: 78 layers over 12
+    stages are eleven times 7 and 1 (BigScience's chronicle).
     """
-    parts = [part.partition("*") for part in counts.split()]
+    parts = [part.partition("*") for part in row["stages"].split()]
     found = [int(count) for count, _, times in parts for _ in range(int(times or 1))]
     if found:
-        found[-1] += ahead
+        found[-1] += int(row["ahead"] or 0)
+    layers = int(row["layers"])
+    if row["engine"] == "deepspeed" and not row["embedding_slots"] and layers % pp:
+        full = ceil(layers / pp)
+        found = [max(0, min(full, layers - stage * full)) for stage in range(pp)]
     return tuple(found)
 
 

@@ -88,6 +88,9 @@ class Software:
     """Bytes of a parameter as it is computed with and gathered; the fp32 copy is the optimiser's."""
     optimizer_bytes: int = 12
     """Bytes of a parameter's states: its fp32 copy and two moments."""
+    builds_whole: bool = False
+    """Make all parameters of a rank on its chip before they are split between replicas, as Megatron does unless told of
+    another device to make them on."""
     keeps_half: bool = True
     """Keep half-precision parameters beside the fp32 copy even where they are split like it."""
     accumulates_apart: bool = False

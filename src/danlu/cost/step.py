@@ -5,7 +5,7 @@ plan. Layer times are cached by what they depend on, so a layout costs some tens
 """
 
 from dataclasses import dataclass, replace
-from math import log, prod, sqrt
+from math import prod
 
 from danlu.cost.bubble import StageTime, pipeline_time
 from danlu.cost.calibration import Calibration, Efficiency, calibration
@@ -27,6 +27,7 @@ from danlu.cost.overlap import exposed
 from danlu.cost.shape import shape_of
 from danlu.cost.software import HYBRID, OURS, ZERO_3, Software
 from danlu.cost.stages import Held, Holding, held, holdings
+from danlu.cost.stragglers import straggling
 from danlu.spec.cluster import Chip, Cluster
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
@@ -192,7 +193,8 @@ class _Step:
         ends = [self._end(holding, kinds[holding][0]) for holding in set(self.holdings)]
         worst = max(ends, key=lambda end: sum(end.values()))
         parts.update(worst)
-        parts["stragglers"] = pipeline * self._straggling([stage.slot for stage in stages])
+        slots, chips = [stage.slot for stage in stages], layout.world // layout.pp
+        parts["stragglers"] = pipeline * straggling(slots, chips, self.habits.spread)
         parts["other"] = self.habits.step
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
@@ -200,16 +202,6 @@ class _Step:
             memory=memory or self.memory(),
             notes=self.of.notes,
         )
-
-    def _straggling(self, slots: list[float]) -> float:
-        """By how much the slowest chip of the slowest stage lies behind: a slow chip in a stage with time to spare, less.
-
-        Of the j longest stages the shortest, with the slowest of all their chips, is a bound for every j.
-        """
-        slots = sorted(slots, reverse=True)
-        chips = self.layout.world // self.layout.pp
-        late = (slot * (1 + _slowest(chips * (j + 1), self.habits.spread)) for j, slot in enumerate(slots))
-        return max(late) / slots[0] - 1
 
     def _stage(self, holding: Holding) -> tuple[StageTime, dict[str, float]]:
         """One rank's passes of one microbatch, and their parts."""
@@ -316,11 +308,9 @@ class _Step:
             # Every tensor-parallel rank sends its part, and they gather it again (SC 2021, section 4.1).
             once += all_gather(self.network, self.places.tp, stream)
         hidden = self.software.hides_transfers and layout.stages_per_rank > 1
-        once *= self.habits.contention if hidden else 1.0
-        times = (2 if self.software.serial_transfers else 1) * (
-            2 * layout.stages_per_rank - holding.embedding - holding.head
-        )
-        return times * once, 2 * layout.stages_per_rank * once
+        once *= (self.habits.contention if hidden else 1.0) * layout.stages_per_rank
+        neighbours = 2 - (holding.embedding + holding.head) / layout.stages_per_rank
+        return (2 if self.software.serial_transfers else 1) * neighbours * once, 2 * once
 
     def _end(self, holding: Holding, stage: StageTime) -> dict[str, float]:
         """After the last microbatch: gradients between replicas, the optimiser, parameters back to replicas."""
@@ -358,11 +348,18 @@ class _Step:
 
     def memory(self) -> Memory:
         """Of the fullest rank."""
-        return max((self._rank_memory(rank) for rank in self._fullest()), key=lambda memory: memory.allocated)
+        ranks, whole = self._fullest(), self.software.builds_whole
+        moments = [self._rank_memory(rank) for rank in ranks] + [self._built(rank) for rank in ranks if whole]
+        return max(moments, key=lambda memory: memory.allocated)
 
     def _fullest(self) -> tuple[int, ...]:
         """Ranks of the pipeline that can be the fullest: the first, the one behind it, the last."""
         return tuple(sorted({0, min(1, self.layout.pp - 1), self.layout.pp - 1}))
+
+    def _built(self, rank: int) -> Memory:
+        """Before training: the parameters of a rank, not split yet."""
+        whole = sum(self._held(self.holdings[rank])) * float(self.software.parameter_bytes)
+        return Memory(parameters=whole, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, groups=1)
 
     def _rank_memory(self, rank: int) -> Memory:
         layout, software, holding = self.layout, self.software, self.holdings[rank]
@@ -390,15 +387,6 @@ class _Step:
             + software.extra_groups
             + sum(degree > 1 for degree in (layout.tp, layout.cp, layout.data, layout.pp, layout.ep)),
         )
-
-
-def _slowest(ranks: int, spread: float) -> float:
-    """By how much the slowest of so many chips lies behind the mean: the expected maximum of as many normal variables.
-
-    Chips of one kind differ by 8 % from one end to the other, up to 22 % (Sinha et al., "Not all GPUs are created
-    equal", SC 2022), which is a standard deviation of some 2 %.
-    """
-    return spread * sqrt(2 * log(ranks)) if ranks > 1 else 0.0
 
 
 def _add(parts: dict[str, float], once: Pass, times: float) -> None:
