@@ -100,7 +100,7 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
     )
     hidden = row["overlap"].split()
     latent = Latent(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
-    gradient = 2 if row["dtype"] == "fp16" else 4
+    gradient = int(row["gradients"] or (2 if row["dtype"] == "fp16" else 4))
     kernels = row["kernels"].split()
     window, _, share = row["window"].partition("/")
     software = Software(
