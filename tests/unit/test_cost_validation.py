@@ -11,26 +11,34 @@ from danlu.cost.runs import runs
 from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, Validation, validate
 
 CEILINGS = {
-    "fit-foundry": 5.2,
+    "fit-foundry": 5.3,
     "fit-one-node": 8.8,
     "fit-simumax": 3.4,
-    "amd": 8.0,
-    "ascend": 17.8,
-    "bloom": 7.0,
-    "bridge-h100": 5.7,
-    "bridge-moe": 26.0,
-    "folding": 8.6,
+    "amd": 7.6,
+    "ascend": 17.4,
+    "bloom": 7.5,
+    "bridge-h100": 5.1,
+    "bridge-moe": 17.7,
+    "folding": 8.5,
     "fsdp-clusters": 6.4,
     "maxtext": 10.4,
-    "megascale": 7.0,
-    "mtnlg": 10.5,
-    "table5": 6.0,
+    "megascale": 7.7,
+    "mtnlg": 12.4,
+    "table5": 4.7,
     "titan-h100": 10.6,
-    "vtrain": 11.7,
+    "vtrain": 10.4,
     "vtrain-one-node": 8.0,
 }
 """Mean absolute error of step times in per cent, a little above today's: a change that loses accuracy is seen."""
-REACHED = {"dense, held out", "vtrain", "bloom", "other chips", "memory, held out", "said not to fit, did"}
+REACHED = {
+    "dense, held out",
+    "vtrain",
+    "bloom",
+    "mixture of experts, held out",
+    "other chips",
+    "memory, held out",
+    "said not to fit, did",
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +79,10 @@ def test_bars_that_are_reached_stay_reached(found: Validation) -> None:
 
 def test_picks_and_memory_stay_as_good(found: Validation) -> None:
     bars = {bar.name: bar.value for bar in found.bars}
-    assert bars["rank correlation, lowest"] > 0.55
+    assert bars["rank correlation, lowest"] > 0.58
     assert bars["regret, largest"] < 5.0
     assert bars["memory, held out"] < 5.0
-    assert bars["said to fit, did not"] <= 2
+    assert bars["said to fit, did not"] <= 1
 
 
 def test_the_command_prints_tables_and_fails_while_a_bar_is_missed(tmp_path: Path, found: Validation) -> None:
