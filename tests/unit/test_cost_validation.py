@@ -16,7 +16,7 @@ CEILINGS = {
     "fit-simumax": 3.4,
     "amd": 7.6,
     "ascend": 17.4,
-    "bloom": 7.5,
+    "bloom": 6.9,
     "bridge-h100": 5.1,
     "bridge-moe": 17.7,
     "folding": 8.5,
@@ -79,7 +79,7 @@ def test_bars_that_are_reached_stay_reached(found: Validation) -> None:
 
 def test_picks_and_memory_stay_as_good(found: Validation) -> None:
     bars = {bar.name: bar.value for bar in found.bars}
-    assert bars["rank correlation, lowest"] > 0.58
+    assert bars["rank correlation, lowest"] > 0.63
     assert bars["regret, largest"] < 5.0
     assert bars["memory, held out"] < 5.0
     assert bars["said to fit, did not"] <= 1
