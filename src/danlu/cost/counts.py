@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from danlu.cost.cutting import Cutting
 from danlu.cost.layer import attention_products, expert_products, network_products
+from danlu.cost.schedule import gathers as gathers_of
 from danlu.cost.stages import Holding
 
 
@@ -105,7 +106,9 @@ class Counting(Cutting):
     def _shard(self, holding: Holding) -> float:
         """Shards to be gathered, and whole gradients to be scattered."""
         mine, layout = self.held(holding), self.layout
-        gathers = (2 if layout.reshards else 1) * (1 if self.deferred and not layout.reshards else layout.microbatches)
+        gathers: float = layout.microbatches * (2 if layout.reshards else 1)
+        if self.deferred and not layout.reshards:
+            gathers = gathers_of(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
         scatters = layout.microbatches if self.every else 1
         total = 0.0
         for count, dense in ((mine.dense, True), (mine.experts, False)):

@@ -10,10 +10,9 @@ from danlu.cost.memory import (
     pipe_buffers,
     state_bytes,
 )
+from danlu.cost.schedule import ACTIVE_STAGES, HALVING
 from danlu.cost.stages import Held, Holding
 
-ACTIVE_STAGES = 3
-"""Stages of a rank whose parameters torch's looped schedules keep gathered at once."""
 HALF = 2
 """Bytes of a gradient as a product makes it, before it is added to those of other microbatches."""
 
@@ -37,7 +36,8 @@ class RankMemory(Cutting):
         whole = gathered(self.shape, mine, holding, layout.tp, self.sharding, software, layout.reshards)
         if software.preallocates:
             return self._preallocated(holding, states, kept * flight, flight, whole)
-        return self._as_needed(holding, mine, states, kept, flight, whole)
+        kept_for_weights = self._for_weights(rank, holding) if layout.schedule in HALVING else 0.0
+        return self._as_needed(holding, mine, states, kept, flight, whole, kept_for_weights)
 
     def _preallocated(
         self, holding: Holding, states: tuple[float, float, float], kept: float, flight: float, whole: Gathered
@@ -64,6 +64,7 @@ class RankMemory(Cutting):
         kept: float,
         flight: float,
         whole: Gathered,
+        for_weights: float,
     ) -> Memory:
         """With gradients when they come: at the loss, in a layer's backward, behind the first layer, and at the end."""
         layout, cut, shape = self.layout, self.cut, self.shape
@@ -75,7 +76,7 @@ class RankMemory(Cutting):
         layer = max(0.0, mine.dense + mine.experts - ends) / max(1, holding.layers)
         stream = 2.0 * cut.sequences * cut.length / cut.cp * shape.width / layout.tp
         # Of every microbatch in flight a stage holds what it sent on; two more are on their way in, and two out.
-        piped = (flight * stages + 4) * stream if layout.pp > 1 else 0.0
+        piped = (flight * stages + 4) * stream + for_weights if layout.pp > 1 else 0.0
         # Gradients of earlier microbatches are there unless all of them are still in flight.
         later = gradients if layout.microbatches > flight else 0.0
         again = self.of.kept(cut, holding.moe > 0)[1]
@@ -85,7 +86,9 @@ class RankMemory(Cutting):
         def at(activations: float, logits: float, grads: float, buffers: float) -> Memory:
             return self._memory((parameters, grads, optimizer), activations + piped, logits, always + buffers)
 
-        moments = [at(kept * flight + again, 0.0, later + product, whole.layers if layout.reshards else 0.0)]
+        # Experts are gathered by themselves: the layer behind them is not there yet.
+        around = layer * self.software.parameter_bytes if holding.moe else whole.layers
+        moments = [at(kept * flight + again, 0.0, later + product, around if layout.reshards else 0.0)]
         if layout.microbatches > 1:
             # One microbatch less in flight, and all gradients: where none were there before.
             moments.append(at(kept * before, 0.0, gradients + max(layer, ends) * HALF, 0.0))
@@ -93,11 +96,29 @@ class RankMemory(Cutting):
             together = layout.microbatches if layout.schedule == "gpipe" and layout.pp > 1 else 1
             logits = self._logits(together)
             moments.append(at(kept * flight + 4 * stream, logits, later, whole.head))
+            if together > 1:
+                moments.append(at(kept * before + 4 * stream, self._logits(together - 1), gradients, whole.head))
         # At the end the largest unit's gradients are on their way; in a pipeline all are long added up.
         unit = max(ends, layer)
         new = 0.0 if self.deferred else unit * HALF
         moments.append(at(0.0, 0.0, gradients + new, unit * self.software.gradient_bytes))
         return max(moments, key=lambda memory: memory.allocated)
+
+    def _for_weights(self, rank: int, holding: Holding) -> float:
+        """Gradients of every product's result, kept from the half for inputs to that for weights.
+
+        A place is as many halves for weights behind as its number, and one more is in the making.
+        """
+        shape, cut = self.shape, self.cut
+        tokens = cut.sequences * cut.length / cut.cp
+        hidden = shape.shared_width if holding.moe else shape.mlp
+        rows = tokens * shape.top_k * self.software.imbalance if holding.moe else 0.0
+        split = tokens * ((shape.heads + 2 * shape.kv_heads) * shape.head + shape.into * hidden)
+        split += rows * (shape.into * shape.expert_width + shape.width) + 4.0 * tokens * shape.width
+        each = 2.0 * split / cut.tp + 4.0 * tokens * shape.width
+        behind = min(rank, self.layout.microbatches * self.layout.stages_per_rank)
+        scores = 2.0 * tokens * shape.vocabulary / cut.tp if holding.head else 0.0
+        return (behind + 1) * each * holding.layers / self.layout.stages_per_rank + behind * scores
 
     def _logits(self, together: int) -> float:
         """Bytes at the loss of one microbatch, and of those whose loss was taken before.

@@ -18,6 +18,7 @@ from danlu.cost.memory import Memory, layer_activations, layer_gradients
 from danlu.cost.operators import Device, elementwise, matmul
 from danlu.cost.overlap import exposed
 from danlu.cost.rank_memory import RankMemory
+from danlu.cost.schedule import gathers
 from danlu.cost.shape import shape_of
 from danlu.cost.software import OURS, Software
 from danlu.cost.stages import Holding
@@ -255,8 +256,10 @@ class _Step(Cutting):
                     part = gradients / prod(span)
                     scatter += pieces * all_reduce(self.network, self.places.replicate, part)
         twice = 2 if self.layout.reshards else 1
-        if not self.layout.reshards and self.layout.microbatches > 1 and self.layout.pp > 1:
-            gather /= self.layout.microbatches
+        layout = self.layout
+        if not layout.reshards and layout.microbatches > 1 and layout.pp > 1:
+            often = gathers(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
+            gather *= min(1.0, often / layout.microbatches)
         return gather, (twice - 1) * gather + scatter
 
     def _sending(self) -> float:

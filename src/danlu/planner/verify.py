@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from danlu.cost.memory import Memory
 from danlu.planner.pricing import Pricing
 from danlu.planner.search import Choice
-from danlu.spec.plan import DENSE_AXES
 from danlu.spec.trace import KINDS, DryRun, Trace
 
 TOLERANCE = 0.1
@@ -119,7 +118,7 @@ def verified(choice: Choice, run: DryRun) -> Verified:
         lines=(
             *_bytes(memories[worst], trace),
             Line("FLOPs of the step", "FLOPs", counts.flops, trace.flops),
-            *_sent(counts.sent, trace, _alone(choice)),
+            *_sent(counts.sent, trace, _along_all(choice, counts.sent)),
         ),
         places=peaks,
         device=memories[worst].with_allocated(trace.peak.total),
@@ -143,29 +142,33 @@ def _bytes(memory: Memory, trace: Trace) -> list[Line]:
     return lines
 
 
-def _alone(choice: Choice) -> str:
-    """The axis along which all ranks lie; `world` if there is no single one."""
+def _along_all(choice: Choice, formula: dict[str, float]) -> tuple[str, ...]:
+    """Axes whose groups are all ranks: the program has one name for them."""
     degrees = choice.candidate.degrees
-    axes = [axis for axis in DENSE_AXES if getattr(degrees, axis) > 1]
-    return axes[0] if len(axes) == 1 else "world"
+    ranks = {axis: getattr(degrees, axis) for axis in formula} | {"shard": degrees.shard * degrees.cp}
+    return tuple(axis for axis in formula if ranks[axis] == degrees.world)
 
 
-def _sent(formula: dict[str, float], trace: Trace, alone: str) -> list[Line]:
+def _sent(formula: dict[str, float], trace: Trace, along_all: tuple[str, ...]) -> list[Line]:
     """Bytes put into collectives by axis and level; what is received was sent by another."""
+    joined = " and ".join(along_all) or "world"
+    told: dict[str, float] = {}
+    for axis, size in formula.items():
+        name = joined if axis in along_all else axis
+        told[name] = told.get(name, 0.0) + size
     program: dict[str, float] = {}
     levels: dict[str, str] = {}
     for call in trace.collectives:
         if call.operation != "receive":
-            # A group of all ranks is called so, also where they lie along a single axis.
-            axis = alone if call.axes == "world" else call.axes
-            program[axis] = program.get(axis, 0.0) + call.total
-            levels.setdefault(axis, call.level)
+            name = joined if call.axes == "world" else call.axes.removeprefix("expert_")
+            program[name] = program.get(name, 0.0) + call.total
+            levels.setdefault(name, call.level)
     whole = sum(program.values())
     lines = []
-    for axis in sorted({*formula, *program}, key=lambda axis: -program.get(axis, 0.0)):
-        first, second = formula.get(axis, 0.0), program.get(axis, 0.0)
+    for name in sorted({*told, *program}, key=lambda axis: -program.get(axis, 0.0)):
+        first, second = told.get(name, 0.0), program.get(name, 0.0)
         matters = abs(first - second) > LITTLE * whole
-        if matters or second > LITTLE * whole or axis in formula:
-            where = f" ({levels[axis]})" if levels.get(axis) else ""
-            lines.append(Line(f"sent along {axis}{where}", "bytes", first, second, matters))
+        if matters or name in told:
+            where = f" ({levels[name]})" if levels.get(name) else ""
+            lines.append(Line(f"sent along {name}{where}", "bytes", first, second, matters))
     return lines

@@ -51,7 +51,7 @@ def _style(line: Line) -> str:
 
 
 def _shown(line: Line, value: float) -> str:
-    return f"{value / 1e12:,.1f} TFLOPs" if line.unit == "FLOPs" else f"{value / 1e9:,.2f} GB"
+    return f"{value / 1e12:,.3g} TFLOPs" if line.unit == "FLOPs" else f"{value / 1e9:,.3f} GB"
 
 
 def verified_json(found: Sequence[Verified], chosen: Verified | None, kept: Goodput | None) -> dict[str, Any]:
