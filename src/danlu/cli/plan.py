@@ -34,7 +34,7 @@ def plan(
         int,
         typer.Option(
             help="Dry-run so many of the best layouts and hold the formulas against them; refuses what does not fit. "
-            "Needs torch. A layout takes seconds, with a pipeline of many stages and microbatches up to 10 minutes.",
+            "Needs torch. A layout takes seconds to minutes, and up to an hour with a thousand microbatches.",
             min=0,
             max=10,
         ),

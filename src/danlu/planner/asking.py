@@ -113,8 +113,8 @@ def leanest(question: Question) -> Choice:
     space, pricing = Space(question), Pricing(question)
     best: tuple[float, Candidate] | None = None
     for core in space.cores():
-        if core.microbatches != space.microbatches(core)[-1]:
-            continue
+        if core.microbatches not in (space.microbatches(core)[0], space.microbatches(core)[-1]):
+            continue  # a single microbatch holds no gradients yet; of several, the smallest hold least
         for work in space.works_of(core):
             if splits := space.splits(core, work):
                 split = max(splits, key=lambda one: (one.shard, one.reshards))
