@@ -238,12 +238,14 @@ class _Search:
         """
         key = (core, work)
         if key not in self.fewest:
-            leanest = max(self.space.splits(core, work), key=lambda split: (split.shard, split.reshards))
+            splits = self.space.splits(core, work)
+            most = max(split.shard for split in splits)
+            leanest = [split for split in splits if split.shard == most]
             numbers = self.space.microbatches(core)
 
             def fits(number: int) -> bool:
-                candidate = Candidate(core._replace(microbatches=number), work, leanest)
-                taken = self.pricing.bytes(candidate).device
+                some = [Candidate(core._replace(microbatches=number), work, split) for split in leanest]
+                taken, candidate = min((self.pricing.bytes(each).device, each) for each in some)
                 if self.leanest is None or taken < self.leanest[0]:
                     self.leanest = taken, candidate
                 return taken <= self.question.memory

@@ -133,7 +133,7 @@ def proposed(found: Sequence[Verified]) -> Verified | None:
 
 
 def _bytes(memory: Memory, trace: Trace) -> list[Line]:
-    held = dict(zip(KINDS, trace.peak.held, strict=True))
+    held: dict[str, int] = dict(zip(KINDS, trace.peak.held, strict=True))
     lines = []
     for name, (ours, theirs) in _GROUPS.items():
         formula, program = sum(getattr(memory, kind) for kind in ours), sum(held[kind] for kind in theirs)
