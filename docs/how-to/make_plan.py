@@ -52,6 +52,14 @@ QUESTIONS = [
         "danlu plan recipes/deepseek.toml --cluster h100-pod --chips 512 --imbalance 1.5 --fix 'pp=8|16,tp=1,cp=1'",
     ),
     (
+        "Do the formulas hold?",
+        "`--verify 2` runs the two best layouts dry (the same program; layers like their neighbours are counted once) "
+        "and shows formula against program for the rank that the program fills most. A layout whose program does not "
+        "fit the chip is refused, and the next proposed. It needs torch and takes seconds to minutes a layout, up to an "
+        "hour with a thousand microbatches.",
+        f"danlu plan {DENSE} --chips 1024 --fix pp=1,cp=1 --verify 2",
+    ),
+    (
         "What do failures leave?",
         "With another mean time between failures of a node than the cluster's.",
         f"danlu plan {DENSE} --chips 256 --mtbf '5 d'",

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from danlu.cost.schedule import actions_of
 from danlu.framework import dryrun
 from danlu.framework.build import ForwardBackward
 from danlu.framework.whereabouts import Whereabouts
@@ -72,3 +73,14 @@ def test_actions_are_those_that_stages_take(schedule: Any, per_rank: int, monkey
 
 def test_without_a_pipeline_there_is_no_schedule() -> None:
     assert schedule_actions(Plan()) == ()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
+def test_formulas_give_the_order_of_looped_schedules(schedule: Any) -> None:
+    for places in (2, 3, 4, 8):
+        for per_rank in (2,) if schedule == "zbv" else (2, 3, 4):
+            for microbatches in (1, places, 2 * places, 5 * places):
+                pipeline = Pipeline(schedule=schedule, stages_per_rank=per_rank)
+                plan = Plan(degrees=Degrees(pp=places), microbatches=microbatches, pipeline=pipeline)
+                found = actions_of(schedule, places=places, microbatches=microbatches, stages_per_place=per_rank)
+                assert found == schedule_actions(plan), (places, per_rank, microbatches)

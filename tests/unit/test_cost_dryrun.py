@@ -1,36 +1,108 @@
-"""The formulas for this program's own memory, held against its dry run."""
+"""The formulas for this program's own bytes, FLOPs and traffic, held against its dry run."""
+
+from functools import cache
+from typing import Any
 
 import pytest
 
-from danlu.cost import predict
-from danlu.framework.dryrun import dry_run
+from danlu.comm.layout import dense_ranks
+from danlu.cost.layout import layout_of
+from danlu.cost.memory import Memory
+from danlu.cost.step import Predictor
+from danlu.framework.dryrun import dry_runs
+from danlu.planner import Question
+from danlu.planner.pricing import software_of
 from danlu.spec.load import load_cluster, load_model
-from danlu.spec.plan import Degrees, Plan
+from danlu.spec.plan import Degrees, Pipeline, Plan
 from danlu.spec.recipe import Batch, Data, Precision, Recipe
+from danlu.spec.trace import Trace
 
-MODEL = load_model("llama3-8b").model_copy(update={"layers": 4})
 POD = load_cluster("h100-pod")
 
 
-@pytest.mark.parametrize(
-    ("plan", "sequences"),
-    [
-        (Plan(degrees=Degrees(shard=8)), 8),
-        (Plan(degrees=Degrees(shard=8), recompute="full"), 16),
-        (Plan(degrees=Degrees(shard=8), recompute="selective"), 8),
-        (Plan(degrees=Degrees(shard=4, tp=8)), 8),
-        (Plan(degrees=Degrees(replicate=2, shard=4, cp=2)), 8),
-    ],
-    ids=["sharded", "recomputed", "selective", "tensor", "hybrid-context"],
-)
-def test_memory_is_within_a_tenth_of_the_dry_run(plan: Plan, sequences: int) -> None:
+def plan(schedule: str = "1f1b", per_rank: int = 1, **settings: Any) -> Plan:
+    degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
+    return Plan(degrees=degrees, pipeline=Pipeline(schedule=schedule, stages_per_rank=per_rank), **settings)
+
+
+DENSE = {
+    "fsdp": (plan(shard=8), 8),
+    "fsdp, recomputed, accumulated": (plan(shard=8, recompute="full", microbatches=2), 32),
+    "fsdp, selective": (plan(shard=8, recompute="selective"), 8),
+    "fsdp × tp, selective": (plan(shard=4, tp=8, recompute="selective"), 8),
+    "hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
+    "hsdp × cp, selective": (plan(replicate=2, shard=4, cp=2, recompute="selective"), 8),
+    "gpipe × tp": (plan("gpipe", pp=2, tp=2, shard=2, microbatches=4), 8),
+    "gpipe, recomputed": (plan("gpipe", pp=2, shard=4, recompute="full", microbatches=4), 16),
+    "1f1b, selective": (plan(pp=4, shard=4, recompute="selective", microbatches=6), 24),
+    "1f1b × cp × tp, recomputed": (plan(pp=2, shard=2, cp=2, tp=2, recompute="full", microbatches=4), 8),
+    "interleaved × tp, selective": (
+        plan("interleaved", 2, pp=4, tp=8, shard=2, recompute="selective", microbatches=8),
+        16,
+    ),
+    "interleaved, recomputed": (plan("interleaved", 2, pp=4, shard=2, recompute="full", microbatches=8), 16),
+    "interleaved, 4 stages a rank": (plan("interleaved", 4, pp=2, shard=2, microbatches=4), 8),
+    "zero-bubble × tp": (plan("zero-bubble", 2, pp=4, tp=2, shard=2, microbatches=8), 16),
+    "zbv × tp": (plan("zbv", 2, pp=4, tp=2, shard=2, microbatches=8), 16),
+}
+EXPERTS = {
+    "ep": (plan(shard=8, ep=8), 8),
+    "ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
+    "1f1b × ep, recomputed": (plan(pp=2, shard=4, ep=4, recompute="full", microbatches=4), 16),
+    "interleaved × ep × tp": (plan("interleaved", 2, pp=2, shard=4, tp=2, ep=4, microbatches=4), 16),
+}
+CASES = [*DENSE, *EXPERTS]
+
+
+@cache
+def both(name: str) -> tuple[Predictor, Plan, dict[int, Trace]]:
+    """The formulas of a layout, and the dry runs of its first and last place on the pipeline."""
+    wanted, sequences = DENSE.get(name) or EXPERTS[name]
+    model = load_model("llama3-8b" if name in DENSE else "mixtral-8x7b").model_copy(update={"layers": 8})
     recipe = Recipe(
         name="dry",
         steps=1,
-        model=MODEL,
+        model=model,
         data=Data(shards="none"),
         batch=Batch(sequences=sequences, length=4096),
         precision=Precision(compute="bf16"),
     )
-    found = predict(MODEL, plan, recipe.batch, POD).memory
-    assert found.allocated == pytest.approx(dry_run(recipe, plan, POD, 0).peak.total, rel=0.1)
+    question = Question(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
+    formulas = Predictor(model, recipe.batch, POD, software_of(question, wanted.recompute))
+    first_of = dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist()
+    run = dry_runs(recipe, wanted, POD, sorted({first_of[0], first_of[-1]}))
+    return formulas, wanted, {trace.place["pp"]: trace for trace in run.traces}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_within_a_tenth_of_the_dry_run(name: str) -> None:
+    formulas, wanted, traces = both(name)
+    memories: tuple[Memory, ...] = formulas.memory_by_place(layout_of(wanted, POD))
+    for place, trace in traces.items():
+        assert memories[place].allocated == pytest.approx(trace.peak.total, rel=0.1), place
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops_and_traffic_are_those_of_the_dry_run(name: str) -> None:
+    formulas, wanted, traces = both(name)
+    for place, trace in traces.items():
+        counts = formulas.counts(layout_of(wanted, POD), place)
+        assert counts.flops == pytest.approx(trace.flops, rel=0.02), place
+        sent: dict[str, float] = {}
+        for call in trace.collectives:
+            if call.operation != "receive":
+                axis = call.axes.removeprefix("expert_")
+                sent[axis] = sent.get(axis, 0.0) + call.total
+        told = dict(counts.sent)
+        if wanted.degrees.shard == wanted.degrees.world:
+            told = {"world": sum(told.values())}  # the group of all ranks has that name, whatever it sends for
+        for axis, size in told.items():
+            # Which of more than three stages a rank are gathered when differs from place to place.
+            few = wanted.pipeline.stages_per_rank <= 3 or axis != "shard"
+            assert size == pytest.approx(sent[axis], rel=0.02 if few else 0.1), (place, axis)
+
+
+def test_a_spread_of_layouts_is_compared() -> None:
+    schedules = {wanted.pipeline.schedule for wanted, _ in DENSE.values() if wanted.degrees.pp > 1}
+    assert schedules == {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
+    assert len(CASES) >= 10

@@ -149,9 +149,8 @@ def test_durations_must_be_there_and_real() -> None:
 
 
 def test_orders_that_no_formula_gives() -> None:
-    for schedule in ("zero-bubble", "zbv"):
-        with pytest.raises(ScheduleError, match=f'"{schedule}": take it from a dry run'):
-            actions_of(schedule, places=2, microbatches=4, stages_per_place=2)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="zbv must have 2 stages a place, but has 3"):
+        actions_of("zbv", places=2, microbatches=4, stages_per_place=3)
     with pytest.raises(ScheduleError, match="1f1b must have 1 stage a place, but has 2"):
         actions_of("1f1b", places=2, microbatches=4, stages_per_place=2)
     with pytest.raises(ScheduleError, match="multiple of 2"):

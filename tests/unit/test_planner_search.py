@@ -56,14 +56,17 @@ def test_bounds_are_bounds(name: str) -> None:
                 assert pricing.bytes(candidate) == exact.memory
 
 
-def test_larger_microbatches_never_take_fewer_bytes() -> None:
+def test_more_shards_never_take_more_bytes() -> None:
+    """The search gives up a core whose most sharded layouts do not fit."""
     for asked in (SMALL["dense"], SMALL["experts"]):
         space, pricing = Space(asked), Pricing(asked)
-        taken: dict[object, list[float]] = {}
-        for candidate in space.candidates():  # fewest microbatches first
-            key = (candidate.core._replace(microbatches=1), candidate.work, candidate.split)
-            taken.setdefault(key, []).append(pricing.bytes(candidate).device)
-        assert all(sizes == sorted(sizes, reverse=True) for sizes in taken.values())
+        taken: dict[object, dict[int, float]] = {}
+        for candidate in space.candidates():
+            sizes = taken.setdefault((candidate.core, candidate.work), {})
+            shard, size = candidate.split.shard, pricing.bytes(candidate).device
+            sizes[shard] = min(sizes.get(shard, size), size)
+        for sizes in taken.values():
+            assert sizes[max(sizes)] == min(sizes.values())
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -30,6 +30,15 @@ def plan(
     tokens: Annotated[str, typer.Option(help="Tokens for --days: 15T; the recipe's if left out.")] = "",
     longest: Annotated[bool, typer.Option("--longest", help="Double the sequence until nothing fits.")] = False,
     leanest: Annotated[bool, typer.Option("--leanest", help="Find the layout with the fewest bytes.")] = False,
+    verify: Annotated[
+        int,
+        typer.Option(
+            help="Dry-run so many of the best layouts and hold the formulas against them; refuses what does not fit. "
+            "Needs torch. A layout takes seconds to minutes, and up to an hour with a thousand microbatches.",
+            min=0,
+            max=10,
+        ),
+    ] = 0,
     imbalance: Annotated[float, typer.Option(help="Tokens of the fullest expert rank over the mean.", min=1.0)] = 1.0,
     mtbf: Annotated[str, typer.Option(help="Mean time between failures of a node: 30 d.")] = "",
     reserve: Annotated[float, typer.Option(help="Share of a chip's memory to keep free.", min=0.0, max=0.9)] = 0.03,
@@ -70,6 +79,10 @@ def plan(
             ask.longest_sequence(asked)
         elif leanest:
             ask.leanest_layout(asked)
+        elif verify:
+            from danlu.cli.plan_verify import verify_best
+
+            verify_best(asked, verify, out)
         else:
             ask.best(asked, out, page or (Path("plan.html") if open_page else None), open_page)
     except QuestionError as error:

@@ -80,11 +80,11 @@ def best(asked: Asked, out: Path | None, page: Path | None, open_page: bool) -> 
     found, refused = holds(chosen), Judge(asked.question).refusals(chosen)
     asked.show(tables.answer_view(answer, found, refused, kept), tables.answer_json(answer, found, refused, kept))
     if out is not None:
-        _write(out, toml.dumps(tables.planned(chosen, kept)))
+        write_text(out, toml.dumps(tables.planned(chosen, kept)))
     if page is not None:
         from danlu.report.plan_page import plan_page
 
-        _write(page, plan_page(answer, found, refused, kept, _scaling(asked, chosen)))
+        write_text(page, plan_page(answer, found, refused, kept, _scaling(asked, chosen)))
         if open_page:
             open_in_browser(page)
 
@@ -234,7 +234,8 @@ def _tokens(text: str) -> float:
         raise QuestionError(f'--tokens: "{text}" must be a number such as 15T or 300B') from None
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or say why it cannot be."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -88,12 +88,12 @@ def layer_time(
 ) -> LayerTime:
     """Time one layer, with experts or without."""
     tokens = cut.sequences * cut.length // cut.cp
-    products = [*_attention_products(shape, tokens, cut.tp), *_network_products(shape, tokens, cut.tp, moe)]
+    products = [*attention_products(shape, tokens, cut.tp), *network_products(shape, tokens, cut.tp, moe)]
     linear = sum(matmul(device, m, n, k) for m, n, k in products)
     inputs = sum(matmul(device, m, k, n) for m, n, k in products)
     weights = sum(matmul(device, k, n, m, weight_gradient=True) for m, n, k in products)
     if moe:
-        routed = _expert_products(shape, tokens, cut, software)
+        routed = expert_products(shape, tokens, cut, software)
         fused = software.fuses_experts
         linear += sum(matmul(device, m, n, k, groups=groups, fused=fused) for groups, m, n, k in routed)
         inputs += sum(matmul(device, m, k, n, groups=groups, fused=fused) for groups, m, n, k in routed)
@@ -131,7 +131,7 @@ def layer_time(
     return LayerTime(forward, backward, weights, _again(forward, shape, tokens, cut, device, software))
 
 
-def _attention_products(shape: Shape, tokens: int, tp: int) -> Iterable[tuple[int, int, int]]:
+def attention_products(shape: Shape, tokens: int, tp: int) -> Iterable[tuple[int, int, int]]:
     """Rows, columns and inner length of the projections of attention."""
     low = shape.latent
     if low is None:
@@ -146,7 +146,7 @@ def _attention_products(shape: Shape, tokens: int, tp: int) -> Iterable[tuple[in
     )
 
 
-def _network_products(shape: Shape, tokens: int, tp: int, moe: bool) -> Iterable[tuple[int, int, int]]:
+def network_products(shape: Shape, tokens: int, tp: int, moe: bool) -> Iterable[tuple[int, int, int]]:
     """Of the dense feed-forward network, or of router and shared experts."""
     hidden = shape.shared_width if moe else shape.mlp
     router = ((tokens // tp or 1, shape.experts, shape.width),) if moe else ()
@@ -155,7 +155,7 @@ def _network_products(shape: Shape, tokens: int, tp: int, moe: bool) -> Iterable
     return *router, (tokens, shape.into * hidden // tp, shape.width), (tokens, shape.width, hidden // tp)
 
 
-def _expert_products(shape: Shape, tokens: int, cut: Cut, software: Software) -> Iterable[tuple[int, int, int, int]]:
+def expert_products(shape: Shape, tokens: int, cut: Cut, software: Software) -> Iterable[tuple[int, int, int, int]]:
     """Groups, rows, columns and inner length of the routed experts of a rank, at the fullest rank's load."""
     local = max(1, shape.experts // cut.ep)
     rows = shape.top_k * tokens * software.expert_tp / cut.tp * software.imbalance
@@ -276,6 +276,6 @@ def _again(forward: Pass, shape: Shape, tokens: int, cut: Cut, device: Device, s
     if software.recompute == "alternate":
         return Pass(elementwise=forward.elementwise, linear=forward.linear / 2)
     if software.recompute == "latent" and shape.latent:
-        up = list(_attention_products(shape, tokens, cut.tp))[2:4]
+        up = list(attention_products(shape, tokens, cut.tp))[2:4]
         return Pass(linear=sum(matmul(device, m, n, k) for m, n, k in up))
     return Pass()

@@ -52,7 +52,11 @@ class Memory:
     @property
     def device(self) -> float:
         """Everything on the device: with context and channels."""
-        return self.reserved + CONTEXT + self.groups * COMMUNICATOR
+        return self.with_allocated(self.allocated)
+
+    def with_allocated(self, allocated: float) -> float:
+        """Everything on the device if tensors took so much at the peak."""
+        return SLACK * allocated + CONTEXT + self.groups * COMMUNICATOR
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def layer_activations(shape: Shape, cut: Cut, software: Software, *, moe: bool, 
         return 2.0 * stream
     if software.recompute == "alternate":
         return _alternate(shape, cut, software, tokens, stream, moe)
+    if software.recompute == "elementwise" and not software.preallocates:
+        return _products(shape, cut, software, tokens, stream, moe)
     width = 1.0 if fp8 else 2.0
     attention = _attention(shape, cut, software, tokens, width)
     # Inputs of both norms, and of the products behind them.
@@ -126,6 +132,23 @@ def _alternate(shape: Shape, cut: Cut, software: Software, tokens: float, stream
     if moe:
         hidden += 2.0 * tokens * shape.top_k / cut.tp * (shape.expert_width + 2 * shape.width) * software.imbalance
     return saved + hidden + 4.0 * stream
+
+
+def _products(shape: Shape, cut: Cut, software: Software, tokens: float, stream: float, moe: bool) -> float:
+    """What this program's selective recompute keeps: a block's input, results of products, attention and the network.
+
+    A product that is summed over ranks is kept before and after; experts are a region by themselves, so that the norm
+    before them and the copies of routed tokens, there and back, are kept too.
+    """
+    summed = 2.0 * tokens * shape.width + (2.0 * stream if cut.tp > 1 else 0.0)
+    exchanged = 2 if cut.cp > 1 else 1
+    kept = 2.0 * stream + summed + exchanged * _attention(shape, cut, software, tokens, 2.0)
+    hidden = shape.shared_width if moe else shape.mlp
+    kept += 2.0 * shape.into * tokens * hidden / cut.tp + (summed if hidden else 0.0)
+    if not moe:
+        return kept
+    rows = tokens * shape.top_k / cut.tp * software.imbalance
+    return kept + 6.0 * stream + rows * (8.0 * shape.width + 2.0 * shape.into * shape.expert_width)
 
 
 def _attention(shape: Shape, cut: Cut, software: Software, tokens: float, width: float) -> float:

@@ -113,6 +113,8 @@ class Software:
     """Keep what tensor parallelism gathered for a product, not gather it again in the backward pass."""
     defers_in_pipeline: bool = True
     """In a pipeline keep gradients whole and reduce them after the last microbatch, as torch's pipelining does."""
+    preallocates: bool = True
+    """Make room for every gradient at the start, as Megatron does, not when it comes, as PyTorch does."""
     eager: bool = False
     """Keep what each operator needs by itself, as PyTorch does without a compiler."""
     blocking_launches: bool = False
@@ -128,5 +130,7 @@ class Software:
     """Share of layers with a sliding window."""
 
 
-OURS = Software(keeps_half=False, exchanges_heads=True, keeps_gathered=True, eager=True, logit_bytes=10.0)
+OURS = Software(
+    keeps_half=False, exchanges_heads=True, keeps_gathered=True, eager=True, preallocates=False, logit_bytes=10.0
+)
 """The program of this repository, not compiled; what it keeps is as its dry run has it."""

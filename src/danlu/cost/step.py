@@ -10,23 +10,18 @@ from math import prod
 from danlu.cost.bubble import StageTime, pipeline_time
 from danlu.cost.calibration import Calibration, Efficiency, calibration
 from danlu.cost.collectives import all_gather, all_reduce, network_of, reduce_scatter, transfer
+from danlu.cost.counts import Counting, Counts
+from danlu.cost.cutting import Cutting
 from danlu.cost.layer import Cut, LayerTime, Pass, layer_time
 from danlu.cost.layout import Layout, Places, layout_of
-from danlu.cost.memory import (
-    Memory,
-    gathered,
-    in_flight,
-    layer_activations,
-    layer_gradients,
-    logit_bytes,
-    pipe_buffers,
-    state_bytes,
-)
+from danlu.cost.memory import Memory, layer_activations, layer_gradients
 from danlu.cost.operators import Device, elementwise, matmul
 from danlu.cost.overlap import exposed
+from danlu.cost.rank_memory import RankMemory
+from danlu.cost.schedule import gathers
 from danlu.cost.shape import shape_of
-from danlu.cost.software import HYBRID, OURS, ZERO_3, Software
-from danlu.cost.stages import Held, Holding, held, holdings
+from danlu.cost.software import OURS, Software
+from danlu.cost.stages import Holding
 from danlu.cost.stragglers import straggling
 from danlu.spec.cluster import Chip, Cluster
 from danlu.spec.model import Model
@@ -117,7 +112,16 @@ class Predictor:
 
     def memory(self, layout: Layout) -> Memory:
         """Bytes of the fullest rank alone."""
-        return _Step(self, layout).memory()
+        return RankMemory(self, layout).fullest()
+
+    def memory_by_place(self, layout: Layout) -> tuple[Memory, ...]:
+        """Bytes of a rank at every place on the pipeline."""
+        working = RankMemory(self, layout)
+        return tuple(working.of_rank(rank) for rank in range(layout.pp))
+
+    def counts(self, layout: Layout, place: int) -> Counts:
+        """FLOPs and bytes sent in a step by a rank at a place on the pipeline."""
+        return Counting(self, layout).of_rank(place)
 
 
 def predict(
@@ -146,38 +150,8 @@ def _device(chip: Chip, dtype: str, efficiency: Efficiency) -> Device:
     return Device(peak, half, chip.memory_bandwidth, _WIDTH[dtype], efficiency)
 
 
-class _Step:
+class _Step(Cutting):
     """The working of one prediction."""
-
-    def __init__(self, predictor: Predictor, layout: Layout) -> None:
-        self.of, self.layout = predictor, layout
-        self.shape, self.software = predictor.shape, predictor.software
-        self.habits, self.network, self.device = predictor.habits, predictor.network, predictor.device
-        self.sharding = self.software.sharding or (HYBRID if layout.replicate > 1 else ZERO_3)
-        self.places = predictor.places(layout)
-        splits = self.sharding.gradients != "none" and self.software.synchronises_every_microbatch
-        self.deferred = splits and self.software.defers_in_pipeline and layout.pp > 1
-        self.every = splits and not self.deferred
-        self.cut = Cut(
-            sequences=max(1, predictor.batch.sequences // (layout.data * layout.microbatches)),
-            length=predictor.batch.length,
-            tp=layout.tp,
-            cp=layout.cp,
-            ep=layout.ep,
-            tp_span=self.places.tp,
-            ep_span=self.places.ep,
-            etp_span=self.places.expert_tp,
-            cp_stride=layout.tp,
-            cp_span=self.places.cp,
-        )
-        self.holdings = holdings(
-            self.shape,
-            layout.pp,
-            layout.stages_per_rank,
-            layout.stage_layers,
-            slots=self.software.embedding_slots,
-            zigzag=layout.schedule == "zbv",
-        )
 
     def prediction(self, memory: Memory | None) -> Prediction:
         """Seconds and bytes."""
@@ -199,7 +173,7 @@ class _Step:
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
             parts=parts,
-            memory=memory or self.memory(),
+            memory=memory or RankMemory(self.of, layout).fullest(),
             notes=self.of.notes,
         )
 
@@ -228,7 +202,7 @@ class _Step:
         forward, backward = forward + ends_forward, backward + ends_backward
         if self.software.accumulates_apart and self.layout.microbatches > 1:
             # A new gradient in half precision is written and read, the sum read and written.
-            mine = self._held(holding)
+            mine = self.held(holding)
             moved = (mine.dense + mine.experts) * (4.0 + 2.0 * self.software.gradient_bytes)
             parts["accumulate"] = elementwise(self.device, moved, 1)
             backward += parts["accumulate"]
@@ -265,16 +239,13 @@ class _Step:
             forward, backward = forward + passes * once, backward + passes * again
         return forward, backward
 
-    def _held(self, holding: Holding) -> Held:
-        return held(self.shape, holding, self.layout.tp, self.layout.ep, self.software.expert_tp)
-
     def _gathers(self, holding: Holding) -> tuple[float, float] | None:
         """Traffic of split parameters and gradients in the passes of one microbatch, before any is hidden."""
         over = self.sharding.parameters
         every = self.every
         if over == "none" and not every:
             return None
-        mine = self._held(holding)
+        mine = self.held(holding)
         pieces = max(1, holding.layers)
         gather = scatter = 0.0
         for count, dense in ((mine.dense, True), (mine.experts, False)):
@@ -290,8 +261,10 @@ class _Step:
                     part = gradients / prod(span)
                     scatter += pieces * all_reduce(self.network, self.places.replicate, part)
         twice = 2 if self.layout.reshards else 1
-        if not self.layout.reshards and self.layout.microbatches > 1 and self.layout.pp > 1:
-            gather /= self.layout.microbatches
+        layout = self.layout
+        if not layout.reshards and layout.microbatches > 1 and layout.pp > 1:
+            often = gathers(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
+            gather *= min(1.0, often / layout.microbatches)
         return gather, (twice - 1) * gather + scatter
 
     def _sending(self, holding: Holding) -> tuple[float, float]:
@@ -314,7 +287,7 @@ class _Step:
 
     def _end(self, holding: Holding, stage: StageTime) -> dict[str, float]:
         """After the last microbatch: gradients between replicas, the optimiser, parameters back to replicas."""
-        mine, software = self._held(holding), self.software
+        mine, software = self.held(holding), self.software
         reduce = gather = 0.0
         updated = 0.0
         for count, dense in ((mine.dense, True), (mine.experts, False)):
@@ -345,48 +318,6 @@ class _Step:
             table = self.shape.vocabulary * self.shape.width / self.layout.tp * software.gradient_bytes
             tied = transfer(self.network, self.places.stride["pp"] * (self.layout.pp - 1), table)
         return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
-
-    def memory(self) -> Memory:
-        """Of the fullest rank."""
-        ranks, whole = self._fullest(), self.software.builds_whole
-        moments = [self._rank_memory(rank) for rank in ranks] + [self._built(rank) for rank in ranks if whole]
-        return max(moments, key=lambda memory: memory.allocated)
-
-    def _fullest(self) -> tuple[int, ...]:
-        """Ranks of the pipeline that can be the fullest: the first, the one behind it, the last."""
-        return tuple(sorted({0, min(1, self.layout.pp - 1), self.layout.pp - 1}))
-
-    def _built(self, rank: int) -> Memory:
-        """Before training: the parameters of a rank, not split yet."""
-        whole = sum(self._held(self.holdings[rank])) * float(self.software.parameter_bytes)
-        return Memory(parameters=whole, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, groups=1)
-
-    def _rank_memory(self, rank: int) -> Memory:
-        layout, software, holding = self.layout, self.software, self.holdings[rank]
-        mine = self._held(holding)
-        parameters, gradients, optimizer = state_bytes(
-            mine, self.places.dense, self.places.experts, self.sharding, software, whole=self.deferred
-        )
-        flight = in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
-        kept = holding.dense * self.of.kept(self.cut, False)[0] if holding.dense else 0.0
-        kept += holding.moe * self.of.kept(self.cut, True)[0] if holding.moe else 0.0
-        again = self.of.kept(self.cut, holding.moe > 0)[1]
-        logits = logit_bytes(self.shape, self.cut, software) if holding.head else 0.0
-        pipe = pipe_buffers(holding, self.cut, self.shape, flight, software) if layout.pp > 1 else 0.0
-        whole = gathered(self.shape, mine, holding, layout.tp, self.sharding, software, layout.reshards)
-        # The loss is done before the first layer is gathered or computed again: never both.
-        at_loss = logits + whole.head >= again + whole.layers
-        return Memory(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=kept * flight + pipe + (0.0 if at_loss else again),
-            logits=logits if at_loss else 0.0,
-            buffers=whole.always + (whole.head if at_loss else whole.layers) + software.bucket_bytes,
-            groups=1
-            + software.extra_groups
-            + sum(degree > 1 for degree in (layout.tp, layout.cp, layout.data, layout.pp, layout.ep)),
-        )
 
 
 def _add(parts: dict[str, float], once: Pass, times: float) -> None:

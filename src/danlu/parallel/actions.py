@@ -6,10 +6,8 @@ from typing import Any
 from torch import nn
 
 from danlu.cost.schedule import actions_of
-from danlu.parallel.pipeline import LOOPED, SINGLE, rank_stages
+from danlu.parallel.pipeline import LOOPED, SINGLE, compute_steps, rank_stages
 from danlu.spec.plan import Plan
-
-_LETTERS = {"F", "B", "I", "W"}
 
 
 def schedule_actions(plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -45,11 +43,4 @@ def _looped(plan: Plan) -> tuple[tuple[str, ...], ...]:
         for stage in rank_stages(plan, 0)
     ]
     schedule: Any = LOOPED[plan.pipeline.schedule](outlines, plan.microbatches, loss_fn=lambda *_: None)
-    return tuple(
-        tuple(
-            f"{action.computation_type.value}{action.stage_index}.{action.microbatch_index}"
-            for action in schedule.pipeline_order_with_comms[place]
-            if action.computation_type.value in _LETTERS
-        )
-        for place in range(plan.degrees.pp)
-    )
+    return tuple(tuple(f"{step.kind}{step.stage}.{step.microbatch}" for step in row) for row in compute_steps(schedule))

@@ -1,11 +1,13 @@
 """Tensor parallelism with sequence parallelism: every matrix over the ranks of `tp`, the stream split by sequence."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -45,6 +47,34 @@ Where the stream is not split, but whole on every rank (models that know nothing
 """
 
 
+class TableParallel(ParallelStyle):
+    """A table split by rows: every rank looks up the rows it holds, and the sum over ranks is laid out as asked.
+
+    torch's own style makes the gradient of the whole table on every rank, and a pipeline or FSDP adds that up over
+    microbatches in fp32: for 128,256 rows of 8,192 over 8 ranks 4.2 GB instead of 0.5 GB.
+    """
+
+    def __init__(self, output: Placement) -> None:
+        self.output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Embedding):
+            raise TypeError(f"a table split by rows must be an embedding, but is {type(module).__name__} instead")
+        whole = module.weight
+        module.weight = nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(0)]), whole.requires_grad)
+        module.forward = partial(self._look_up, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def _look_up(self, table: nn.Embedding, mesh: DeviceMesh, rows: Tensor) -> Tensor:
+        assert isinstance(table.weight, DTensor)
+        held = table.weight.to_local()
+        each = -(-table.weight.shape[0] // mesh.size())
+        mine = rows - mesh.get_local_rank() * each
+        elsewhere = (mine < 0) | (mine >= held.shape[0])
+        found = F.embedding(mine.masked_fill(elsewhere, 0), held).masked_fill(elsewhere[..., None], 0)
+        return DTensor.from_local(found, mesh, [Partial()]).redistribute(placements=[self.output]).to_local()
+
+
 def _style(style: Style) -> ParallelStyle:
     match style:
         case "sequence":
@@ -58,13 +88,13 @@ def _style(style: Style) -> ParallelStyle:
         case "row":
             return RowwiseParallel(output_layouts=Shard(1))
         case "vocabulary":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+            return TableParallel(Shard(1))
         case "scores":
             return ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
         case "row whole":
             return RowwiseParallel()
         case "table whole":
-            return RowwiseParallel(input_layouts=Replicate())
+            return TableParallel(Replicate())
         case "column gathered":
             return ColwiseParallel(output_layouts=Replicate())
 

@@ -113,15 +113,14 @@ def leanest(question: Question) -> Choice:
     space, pricing = Space(question), Pricing(question)
     best: tuple[float, Candidate] | None = None
     for core in space.cores():
-        if core.microbatches != space.microbatches(core)[-1]:
-            continue
+        if core.microbatches not in (space.microbatches(core)[0], space.microbatches(core)[-1]):
+            continue  # a single microbatch holds no gradients yet; of several, the smallest hold least
         for work in space.works_of(core):
             if splits := space.splits(core, work):
-                split = max(splits, key=lambda one: (one.shard, one.reshards))
-                candidate = Candidate(core, work, split)
-                taken = pricing.bytes(candidate).device
-                if best is None or taken < best[0]:
-                    best = taken, candidate
+                most = max(split.shard for split in splits)
+                some = [Candidate(core, work, split) for split in splits if split.shard == most]
+                leanest_here = min((pricing.bytes(candidate).device, candidate) for candidate in some)
+                best = min(best or leanest_here, leanest_here)
     if best is None:
         raise QuestionError("no layout obeys the rules of the runtime: loosen --fix and --without, or change --chips")
     return in_best_place(question, best[1])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from danlu.cost.collectives import Link, Network
+from danlu.cost.counts import Counts
 from danlu.cost.layout import Layout
 from danlu.cost.memory import Memory
 from danlu.cost.software import OURS, Software
@@ -50,6 +51,14 @@ class Pricing:
     def bytes(self, candidate: Candidate) -> Memory:
         """Bytes of a layout, the same in every place."""
         return self._predictor(candidate.work.recompute).memory(self._layout(candidate, ()))
+
+    def by_place(self, candidate: Candidate) -> tuple[Memory, ...]:
+        """Bytes of a rank at every place on the pipeline."""
+        return self._predictor(candidate.work.recompute).memory_by_place(self._layout(candidate, ()))
+
+    def counts(self, candidate: Candidate, place: int) -> Counts:
+        """FLOPs and bytes sent in a step by a rank at a place on the pipeline."""
+        return self._predictor(candidate.work.recompute).counts(self._layout(candidate, ()), place)
 
     def least(self, candidate: Candidate, memory: Memory | None = None, known: Spans = ()) -> Prediction:
         """Bytes of a layout, and a time that it takes in no place less than; or in none where `known` groups lie so."""

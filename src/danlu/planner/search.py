@@ -6,7 +6,6 @@ a whole layout that comes up first is the best of all: the search is exact, and 
 """
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -232,21 +231,26 @@ class _Search:
                 self._push(max(bound, self.pricing.least(candidate, memory).seconds), candidate)
 
     def _fewest(self, core: Core, work: Work) -> int:
-        """The fewest microbatches that can fit: larger ones never take fewer bytes, and most shards take fewest."""
+        """The fewest microbatches that can fit; most shards take the fewest bytes.
+
+        They are tried one by one: with a single microbatch gradients come only as activations go, so that two can take
+        more bytes than one.
+        """
         key = (core, work)
         if key not in self.fewest:
-            leanest = max(self.space.splits(core, work), key=lambda split: (split.shard, split.reshards))
+            splits = self.space.splits(core, work)
+            most = max(split.shard for split in splits)
+            leanest = [split for split in splits if split.shard == most]
             numbers = self.space.microbatches(core)
 
             def fits(number: int) -> bool:
-                candidate = Candidate(core._replace(microbatches=number), work, leanest)
-                taken = self.pricing.bytes(candidate).device
+                some = [Candidate(core._replace(microbatches=number), work, split) for split in leanest]
+                taken, candidate = min((self.pricing.bytes(each).device, each) for each in some)
                 if self.leanest is None or taken < self.leanest[0]:
                     self.leanest = taken, candidate
                 return taken <= self.question.memory
 
-            found = bisect_left(numbers, True, key=fits)
-            self.fewest[key] = numbers[found] if found < len(numbers) else numbers[-1] + 1
+            self.fewest[key] = next((number for number in numbers if fits(number)), numbers[-1] + 1)
         return self.fewest[key]
 
     def _open_candidate(self, bound: float, candidate: Candidate) -> None:

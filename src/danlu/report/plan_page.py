@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from danlu.cost.pipeline import ScheduleError, simulate
-from danlu.cost.schedule import actions_of
+from danlu.cost.pipeline import ACTION_KINDS, ActionKind, simulate
+from danlu.cost.schedule import HALVING, actions_of
 from danlu.planner.explain import PARTS, TRAFFIC, Hold, Refusal, bottleneck
 from danlu.planner.goodput import Goodput
 from danlu.planner.search import Answer, Choice
@@ -14,6 +14,7 @@ from danlu.report.dryrun_schedule import Timed, schedule_figure
 from danlu.report.frame import MARK, document, facts_list, footer, tile_row
 from danlu.report.layout import layout
 from danlu.report.plan_tables import (
+    KINDS,
     degrees_text,
     gigabytes,
     goodput_text,
@@ -188,31 +189,34 @@ def _memory(choices: Sequence[Choice]) -> str:
     for number, choice in enumerate(choices, start=1):
         memory = choice.prediction.memory
         parts = [
-            Part(tone, getattr(memory, kind), f"{kind}: {gigabytes(getattr(memory, kind))}")
+            Part(tone, getattr(memory, kind), f"{KINDS[kind]}: {gigabytes(getattr(memory, kind))}")
             for kind, tone in _MEMORY.items()
         ]
         rest = memory.device - memory.allocated
         parts.append(Part("a-other", rest, f"context, channels, slack: {gigabytes(rest)}"))
         rows.append((f"plan {number}", parts, chip, gigabytes(choice.bytes)))
-    return _bars(rows, [*_MEMORY.items(), ("context, channels, slack", "a-other")])
+    keys = [(KINDS[kind], tone) for kind, tone in _MEMORY.items()]
+    return _bars(rows, [*keys, ("context, channels, slack", "a-other")])
 
 
 def _schedule(best: Choice) -> str:
-    """The pipeline drawn from the order of its actions, where a formula gives it."""
+    """The pipeline drawn from the order of its actions."""
     core, work, _ = best.candidate
     if core.pp == 1:
         return ""
     shown = min(core.microbatches, max(2 * core.pp, MOST_BOXES // (2 * core.pp * work.virtual) // core.pp * core.pp))
-    try:
-        order = actions_of(work.schedule, places=core.pp, microbatches=shown, stages_per_place=work.virtual)
-    except ScheduleError as error:
-        return f'<h2>Pipeline</h2><div class="card"><p class="soft">Not drawn: {escape(str(error))}.</p></div>'
+    order = actions_of(work.schedule, places=core.pp, microbatches=shown, stages_per_place=work.virtual)
+    # What is computed again comes before the half for inputs.
     backward = 3.0 if work.recompute == "full" else 2.0
-    stages = range(core.pp * work.virtual)
-    durations = {(kind, stage): 1.0 if kind == "F" else backward for stage in stages for kind in ("F", "B")}
-    words = f"Drawn with {shown} of {core.microbatches} microbatches, equal stages and a backward pass of {backward:g}."
+    units: dict[ActionKind, float] = {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
+    durations = {(kind, stage): units[kind] for stage in range(core.pp * work.virtual) for kind in ACTION_KINDS}
+    halves = f": {units['I']:g} for inputs and 1 for weights" if work.schedule in HALVING else ""
+    words = (
+        f"Drawn with {shown} of {core.microbatches} microbatches, equal stages and a backward pass of "
+        f"{backward:g}{halves}."
+    )
     run = DryRun(name="", degrees={}, microbatches=shown, schedule=order, traces=())
-    return f"<h2>Pipeline</h2>{schedule_figure(run, Timed(simulate(order, durations), words))}"  # type: ignore[arg-type]
+    return f"<h2>Pipeline</h2>{schedule_figure(run, Timed(simulate(order, durations), words))}"
 
 
 def _scaling(scaling: Scaling) -> str:

@@ -13,6 +13,15 @@ from danlu.planner.search import Answer, Choice
 from danlu.report.wording import MISSING, count, duration, percent
 from danlu.spec.plan import Axis, Plan, Prediction
 
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimiser",
+    "activations": "activations",
+    "logits": "logits",
+    "buffers": "buffers",
+}
+"""Kinds of bytes as the cost model names them, in words."""
 _AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp", "ep")
 
 
@@ -114,8 +123,8 @@ def _part(value: float, whole: float) -> str:
 def where_bytes_go(choice: Choice) -> Text:
     """Bytes of the fullest chip in one line."""
     memory, question = choice.prediction.memory, choice.question
-    kinds = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-    shown = [f"{kind} {getattr(memory, kind) / 1e9:.1f}" for kind in kinds if getattr(memory, kind) >= 5e7]
+    sizes = {words: getattr(memory, kind) for kind, words in KINDS.items()}
+    shown = [f"{words} {size / 1e9:.1f}" for words, size in sizes.items() if size >= 5e7]
     rest = memory.device - memory.allocated
     return Text(
         f"Fullest chip: {gigabytes(memory.device)} of {gigabytes(question.cluster.chip.memory)} "
@@ -197,10 +206,7 @@ def choice_json(choice: Choice, kept: Goodput | None) -> dict[str, Any]:
         "fits": choice.fits,
         "held_back_by": bottleneck(choice),
         "parts": choice.prediction.parts,
-        "memory": {
-            kind: getattr(memory, kind)
-            for kind in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-        },
+        "memory": {kind: getattr(memory, kind) for kind in KINDS},
     }
 
 

@@ -1,0 +1,92 @@
+"""`danlu plan --verify`: formula beside program, and what the program does not bear out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_questions import question
+from typer.testing import CliRunner
+
+from danlu.cli.app import app
+from danlu.framework.dryrun import dry_runs
+from danlu.planner import search
+from danlu.planner.verify import Verified, places_to_run, proposed, verified
+from danlu.report.verify_tables import verified_json, verified_view
+from danlu.spec.trace import DryRun
+
+RECIPE = """
+name = "small"
+steps = 1
+[model]
+base = "tiny-llama"
+[data]
+shards = "none"
+[batch]
+sequences = 8
+length = 64
+[optimizer]
+learning_rate = 1e-3
+[precision]
+compute = "bf16"
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[Verified, DryRun]:
+    choice = search(question(chips=4, fix="pp=2,tp=2,schedule=1f1b"), shown=1).best[0]
+    assert places_to_run(choice) == (0, 1)
+    run = dry_runs(choice.question.recipe, choice.plan, choice.question.cluster, [0, 2])
+    return verified(choice, run), run
+
+
+def test_figures_stand_side_by_side(found: tuple[Verified, DryRun]) -> None:
+    one, run = found
+    figures = {line.figure: line for line in (*one.places, *one.lines)}
+    for name in ("peak, place 0", "peak, place 1", "states", "activations", "FLOPs of the step"):
+        assert figures[name].ratio == pytest.approx(1.0, abs=0.15), name
+    assert any(name.startswith("sent along tp") for name in figures)
+    assert any(name.startswith("sent along pp") for name in figures)
+    assert one.place in (0, 1)
+    assert figures["FLOPs of the step"].program == {t.place["pp"]: t.flops for t in run.traces}[one.place]
+    assert not one.is_refused
+    assert one.verdict.startswith("stands")
+
+
+def test_what_the_program_does_not_bear_out_is_refused(found: tuple[Verified, DryRun]) -> None:
+    one, run = found
+    choice = one.choice
+    chip = choice.question.cluster.chip.model_copy(update={"memory": round(choice.bytes * 1.001)})
+    cluster = choice.question.cluster.model_copy(update={"chip": chip})
+    tight = replace(choice, question=replace(choice.question, cluster=cluster, reserve=0.0))
+    assert tight.fits
+    swollen = [
+        trace.model_copy(
+            update={"peak": trace.peak.model_copy(update={"held": tuple(2 * size for size in trace.peak.held)})}
+        )
+        for trace in run.traces
+    ]
+    refused = verified(tight, run.model_copy(update={"traces": tuple(swollen)}))
+    assert refused.is_refused
+    assert refused.verdict.startswith("refused: its program takes")
+    assert "states by -50%" in refused.verdict
+    assert proposed([refused, one]) is one
+    assert proposed([refused]) is None
+    told = verified_json([refused, one], one, None)
+    assert told["proposed"] == 1
+    assert [each["refused"] for each in told["verified"]] == [True, False]
+    assert verified_view([refused], None) is not None
+
+
+def test_the_command_proposes_and_writes(tmp_path: Path) -> None:
+    recipe, plan = tmp_path / "recipe.toml", tmp_path / "plan.toml"
+    recipe.write_text(RECIPE)
+    asked = ["plan", str(recipe), "--cluster", "h100-pod", "--chips", "4", "--fix", "shard=2,tp=2", "--verify", "1"]
+    shown = CliRunner().invoke(app, [*asked, "--out", str(plan)])
+    assert shown.exit_code == 0, shown.output
+    for words in ("formula/program", "sent along tp (node)", "Proposed: 1"):
+        assert words in shown.stdout
+    assert "tp = 2" in plan.read_text()
+    told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert told["proposed"] == 0
+    assert {"figure", "formula", "program", "ratio", "unit", "wrong"} == set(told["verified"][0]["figures"][0])
