@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from danlu.storage.calls import Calls
 from danlu.storage.direct import ALIGNMENT, BLOCK
 from danlu.storage.local_store import LARGE, LocalStore
+from danlu.storage.peer_store import PeerServer, PeerStore
 from danlu.storage.store import LONGEST_PART, LONGEST_PATH, Store, UnsafePathError, open_store, safe
 from danlu.storage.store_path import UNFINISHED
 
@@ -134,12 +136,18 @@ def noise(length: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(length)
 
 
-@pytest.fixture(params=["local", "local through the page cache", "memory"])
+@pytest.fixture(params=["local", "local through the page cache", "memory", "peer"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "memory":
         yield open_store(f"memory://{uuid4()}")
     elif request.param == "local":
         yield open_store(str(tmp_path / "store"))
+    elif request.param == "peer":
+        server = PeerServer(open_store(f"memory://{uuid4()}"), b"token", "127.0.0.1")
+        peer = PeerStore(server.address, b"token")
+        yield peer
+        peer.close()
+        server.close()
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -518,3 +526,32 @@ def test_addresses(tmp_path: Path) -> None:
 def test_a_wrong_address_says_what_is_right(where: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_store(where, options)
+
+
+def test_a_peer_with_another_token_is_refused_on_both_sides() -> None:
+    server = PeerServer(open_store(f"memory://{uuid4()}"), b"token", "127.0.0.1")
+    with pytest.raises(ConnectionError, match="does not know this job's token"):
+        PeerStore(server.address, b"another").list()
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port))) as line:
+        line.sendall(bytes(32))
+        assert len(line.recv(64, socket.MSG_WAITALL)) == 64
+        line.sendall(bytes(32))  # no proof
+        line.sendall(b"\x12\0\0\0" + b'{"ask": "list"}   ')
+        assert line.recv(1) == b""
+    server.close()
+
+
+def test_a_peer_that_is_gone_is_a_connection_error() -> None:
+    server = PeerServer(open_store(f"memory://{uuid4()}"), b"token", "127.0.0.1")
+    peer = PeerStore(server.address, b"token", timeout=2)
+    peer.write("a", [b"1"])
+    server.close()
+    peer.close()
+    with pytest.raises(ConnectionError, match="does not answer"):
+        peer.read("a")
+
+
+def test_a_peer_store_listens_on_one_interface_only() -> None:
+    with pytest.raises(ValueError, match="must listen on one interface"):
+        PeerServer(open_store("memory://x"), b"token", "0.0.0.0")
