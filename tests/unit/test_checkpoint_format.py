@@ -5,14 +5,24 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from danlu.storage.checkpoint.boxes import around, cut, overlap, volume
 from danlu.storage.checkpoint.commit import SaveFailed, commit, folder_of, leaf_name, levels, pack_name
 from danlu.storage.checkpoint.drain import all_finite
 from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
-from danlu.storage.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Leaf, Manifest, open_manifest, parse, text_of
+from danlu.storage.checkpoint.manifest import (
+    MANIFEST,
+    Chunk,
+    Damaged,
+    Held,
+    Leaf,
+    Manifest,
+    open_manifest,
+    parse,
+    text_of,
+)
 from danlu.storage.checkpoint.reader import Reader, only_hash
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.hashing import crc32c
@@ -21,6 +31,7 @@ from danlu.storage.store import Store, open_store
 extents = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 
 
+@settings(deadline=None)
 @given(extents, st.integers(1, 64))
 def test_cut_pieces_tile_a_box_in_memory_order(size: tuple[int, ...], most: int) -> None:
     whole = np.arange(volume(size)).reshape(size)
@@ -34,6 +45,7 @@ def test_cut_pieces_tile_a_box_in_memory_order(size: tuple[int, ...], most: int)
     assert np.array_equal(np.concatenate(found), whole.reshape(-1))
 
 
+@settings(deadline=None)
 @given(extents)
 def test_fingerprints_of_any_tiling_add_up(size: tuple[int, ...]) -> None:
     bits = np.random.default_rng(volume(size)).integers(0, 2**32, size, dtype=np.uint32)

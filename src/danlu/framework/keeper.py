@@ -39,6 +39,9 @@ class Keeper:
                 continue
             state.restore(scalars)
             self.newest = step
+            for line in self.checkpoints.mended:
+                self._warn(line)
+            self.checkpoints.mended.clear()
             now = {axis: degree for axis, degree in self.checkpoints.layout.items() if degree > 1}
             was = {axis: degree for axis, degree in proof.was.items() if degree > 1}
             self.write(

@@ -7,52 +7,32 @@ A store that fails, fills up or is slow costs a checkpoint and an event, never t
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from danlu.storage.checkpoint.commit import SaveFailed, commit, folder_of, pack_name
-from danlu.storage.checkpoint.drain import parts, weigh
-from danlu.storage.checkpoint.manifest import Chunk, Damaged, Leaf, open_manifest
+from danlu.storage.checkpoint.commit import SaveFailed, folder_of
+from danlu.storage.checkpoint.manifest import Damaged
 from danlu.storage.checkpoint.pieces import Piece, pieces, plain_set
+from danlu.storage.checkpoint.ranks import Ranks
 from danlu.storage.checkpoint.reader import Reader
 from danlu.storage.checkpoint.restore import fill, sums_of
+from danlu.storage.checkpoint.saver import SLOTS, Outcome, Protection, Save, Saver
 from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.checkpoint.staging import PackPlan, Slot, stage
+from danlu.storage.checkpoint.staging import PackPlan
 from danlu.storage.store import Store, open_store
 
-SLOTS = 2
-"""Buffers in host memory: one is filled while the other drains."""
 PATIENCE = 600.0
 """Seconds a writer waits for the leaves of others, and a run at its end for its last save."""
 _BUSY, _FAILED = 1 << 32, 1 << 33
 _POLL = 0.02
 _LAST_CHANCE = 10.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a save ended on this rank."""
-
-    step: int
-    path: str
-    stall: float
-    """Seconds the training waited."""
-    seconds: float
-    """From the wish to the last byte."""
-    bytes: int
-    """That this rank wrote."""
-    failure: str = ""
-    """Why it did not come about; empty if it did."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +43,12 @@ class Proof:
     was: Mapping[str, int]
     """Ranks on every axis when it was saved."""
     tensors: int
+    """Tensors that were compared; none differs."""
     bytes: int
-    differing: Sequence[str]
-
-
-@dataclass
-class _Save:
-    """One save under way on this rank."""
-
-    step: int
-    attempt: str
-    scalars: Mapping[str, Any]
-    plan: PackPlan
-    slot: Slot
-    began: float
-    stall: float = 0.0
-    chunks: Sequence[Sequence[Chunk]] = ()
 
 
 class Checkpoints:
-    """The checkpoints in one store. `save`, `begin` and `load` are called by all ranks together."""
+    """The checkpoints in one store. `save`, `begin`, `wait`, `load` and `close` are called by all ranks together."""
 
     def __init__(
         self,
@@ -93,48 +59,39 @@ class Checkpoints:
         staging: Path,
         layout: Mapping[str, int] | None = None,
         patience: float = PATIENCE,
+        protection: Protection | None = None,
     ) -> None:
         """`device` is where small agreements between ranks are made, `staging` a folder in this host's memory."""
         self.store = store
         self.shelf = Shelf(store, keep)
-        self.device = device
         self.layout = dict(layout or {})
         self.patience = patience
-        self._staging = staging
-        self._slots: list[Slot] = []
-        self._free: list[Slot] = []
-        self._lock = threading.Lock()
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="danlu-stage")
-        self._drainer = ThreadPoolExecutor(1, thread_name_prefix="danlu-drain")
-        self._copying: Future[None] | None = None
-        self._weigher = ThreadPoolExecutor(1, thread_name_prefix="danlu-weigh")
-        self._outcomes: list[Outcome] = []
-        self._under_way: set[str] = set()
-        self._given_up: set[str] = set()
-        self._failed = ""
-        """An attempt that failed here and that other ranks may still be waiting for."""
+        self.mended: list[str] = []
+        """What was found damaged in one place while loading, and taken from another."""
+        self._ranks = Ranks(device)
+        self._saver = Saver(store, self.shelf, staging, self._ranks.rank, patience, protection or Protection())
 
     def latest(self) -> int | None:
         """The newest complete and finite checkpoint, or None; rank 0 looks, as another rank's file system may lag."""
-        newest = self._from_rank_0(lambda: max(self.shelf.steps(), default=-1))
+        newest = self._ranks.from_first(lambda: max(self.shelf.steps(), default=-1))
         return None if newest < 0 else newest
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
         """Take the memory that saves are copied into, so that the first is as quick as the others; bytes of a save."""
         plan = PackPlan.of(pieces(tensors, self._plain_replica(tensors)))
-        while len(self._slots) < SLOTS:
-            self._free.append(self._new_slot(plan.bytes))
+        self._saver.slots.make(plan.bytes)
         return plan.bytes
 
     def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Outcome:
         """Write a checkpoint; it is complete when this returns, on all ranks. Raises `SaveFailed` if it is not."""
         self.wait()
+        earlier = self.outcomes()
         self.begin(step, tensors, scalars)
         self.wait()
-        with self._lock:
-            outcome = next(each for each in reversed(self._outcomes) if each.step == step)
-            self._outcomes.remove(outcome)
-        if self._any(bool(outcome.failure)):
+        (outcome,) = self.outcomes()
+        for each in earlier:
+            self._saver.tell(each)
+        if self._ranks.any(bool(outcome.failure)):
             raise SaveFailed(outcome.failure or f"{outcome.path} could not be saved by another rank")
         return outcome
 
@@ -149,14 +106,16 @@ class Checkpoints:
         self.settle()
         agreed = self._agree(step, tensors)
         if agreed is None:
-            self._outcomes.append(_left_out(step, time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            failure = f"{SLOTS} earlier saves are still being written on some rank"
+            self._saver.tell(Outcome(step, "", seconds, seconds, 0, failure))
             return False
         attempt, plain_replica = agreed
         plan = PackPlan.of(pieces(tensors, plain_replica))
-        save = _Save(step, attempt, scalars, plan, self._slot(plan.bytes), began)
-        with self._lock:
-            self._under_way.add(attempt)
-        self._copying = self._copier.submit(self._stage, save, tensors)
+        root = {"scalars": dict(scalars), "layout": self.layout, "written": time.time()}
+        slot = self._saver.slots.take(plan.bytes)
+        save = Save(step, attempt, self._ranks.rank, self._ranks.world, plan, root, began, slot)
+        self._saver.start(save, tensors)
         if not overlap:
             self.settle()
         save.stall = time.perf_counter() - began
@@ -164,32 +123,23 @@ class Checkpoints:
 
     def settle(self) -> float:
         """Wait until tensors may change again; the seconds it took."""
-        began = time.perf_counter()
-        if self._copying is not None:
-            copying, self._copying = self._copying, None
-            copying.result()
-        return time.perf_counter() - began
+        return self._saver.settle()
 
     def outcomes(self) -> list[Outcome]:
         """Saves that ended since this was last asked."""
-        with self._lock:
-            ended, self._outcomes = self._outcomes, []
-        return ended
+        return self._saver.outcomes()
 
     def wait(self) -> None:
-        """Wait until no rank has a save under way; all ranks call it. One that failed on any is given up on all."""
+        """Wait until no rank has a save under way. One that failed on any is given up on all."""
         self.settle()
         deadline = time.monotonic() + self.patience
         while True:
-            with self._lock:
-                busy, failed = bool(self._under_way), self._failed
-            late = time.monotonic() > deadline
-            anywhere = self._any_of([busy, bool(failed), late])
-            if not anywhere[0]:
+            busy, failed, late = self._ranks.any_of([self._saver.busy, self._saver.failed, time.monotonic() > deadline])
+            if failed or late:
+                self._saver.give_up()
+            if not busy:
                 return
-            if anywhere[1] or anywhere[2]:
-                self._give_up()
-            if anywhere[2] and time.monotonic() > deadline + _LAST_CHANCE:
+            if self._ranks.any(time.monotonic() > deadline + _LAST_CHANCE):
                 raise SaveFailed(f"{self.store.name} must take a save within {self.patience:g} s, but did not")
             time.sleep(_POLL)
 
@@ -201,14 +151,15 @@ class Checkpoints:
         Every chunk read is checked against the hash taken when it was saved. Raises `Damaged` on all ranks if one
         is not right on any.
         """
-        reader = Reader(self.store, step)
+        reader = Reader(self.store, step, self._saver.copies)
         mine = pieces(tensors, self._plain_replica(tensors))
         failure = ""
         try:
             fill(reader, tensors, mine, on_bytes)
         except Damaged as error:
             failure = str(error)
-        if self._any(bool(failure)):
+        self.mended += reader.mended
+        if self._ranks.any(bool(failure)):
             raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
         return dict(reader.manifest.scalars), self._prove(reader, tensors, mine)
 
@@ -217,177 +168,58 @@ class Checkpoints:
         fill(Reader(self.store, step), tensors, pieces(tensors, 0), lambda done: None)
 
     def close(self) -> None:
-        """End the background threads and give the memory back; saves under way are waited for. All ranks call it."""
+        """Wait for saves under way, end the background threads and give the memory back."""
         try:
             self.wait()
         finally:
-            for pool in (self._copier, self._drainer, self._weigher):
-                pool.shutdown(wait=False, cancel_futures=True)
-        for slot in self._slots:
-            slot.close()
-        self._slots, self._free = [], []
-
-    # --- what runs in the background
-
-    def _stage(self, save: _Save, tensors: Mapping[str, Tensor]) -> None:
-        try:
-            save.chunks = stage(save.plan, tensors, save.slot.view)
-        except BaseException as error:
-            self._ended(save, f"{type(error).__name__}: {error}")
-            raise
-        self._drainer.submit(self._drain, save)
-
-    def _drain(self, save: _Save) -> None:
-        try:
-            self._persist(save)
-        except Exception as error:  # whatever it is, it is an event and not the end of the run
-            self._ended(save, f"{type(error).__name__}: {error}")
-        else:
-            self._ended(save, "")
-
-    def _persist(self, save: _Save) -> None:
-        rank, world = _rank(), _world()
-        pack = pack_name(save.attempt, rank)
-        weighing = self._weigher.submit(weigh, save.plan, save.chunks, save.slot.view)
-        try:
-            if save.plan.bytes:
-                self.store.write(f"{folder_of(save.step)}/{pack}", parts(save.slot.view, save.plan.bytes))
-        finally:
-            weighed = weighing.result()  # it reads the buffer, which is given back after this
-        leaf = Leaf(
-            step=save.step,
-            attempt=save.attempt,
-            writer=rank,
-            pack=pack,
-            bytes=save.plan.bytes,
-            finite=weighed.finite,
-            tensors=weighed.tensors,
-        )
-        root = {"scalars": dict(save.scalars), "layout": self.layout, "written": time.time()}
-        text = commit(self.store, leaf, world, root, self.patience, lambda: save.attempt in self._given_up)
-        if text is not None:
-            self.shelf.added(open_manifest(text, pack))
-
-    def _ended(self, save: _Save, failure: str) -> None:
-        seconds = time.perf_counter() - save.began
-        path = f"{self.store.name}/{folder_of(save.step)}"
-        with self._lock:
-            self._outcomes.append(Outcome(save.step, path, save.stall, seconds, save.plan.bytes, failure))
-            self._free.append(save.slot)
-            self._under_way.discard(save.attempt)
-            self._failed = save.attempt if failure else self._failed
-
-    def _give_up(self) -> None:
-        with self._lock:
-            self._given_up |= self._under_way
-            self._failed = ""
-
-    # --- what ranks agree on
+            self._saver.close()
 
     def _agree(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
         """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
-        with self._lock:
-            flags = (_BUSY if len(self._slots) == SLOTS and not self._free else 0) | (_FAILED if self._failed else 0)
-        exists = _rank() == 0 and step in self.shelf.all_steps()
-        if self._any(exists):
-            raise SaveFailed(
-                f"{self.store.name}/{folder_of(step)} must be new, but exists already; it is left as it is"
-            )
-        words = self._gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
+        if self._ranks.from_first(lambda: step in self.shelf.all_steps()):
+            where = f"{self.store.name}/{folder_of(step)}"
+            raise SaveFailed(f"checkpoint {where} must be new, but exists already; it is left as it is")
+        flags = (_BUSY if self._saver.slots.exhausted else 0) | (_FAILED if self._saver.failed else 0)
+        words = self._ranks.gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
         if any(word & _FAILED for _, word in words):
-            self._give_up()  # a rank without its leaf: nobody needs to wait for it any longer
+            self._saver.give_up()  # a rank without its leaf: nobody needs to wait for it any longer
         if any(word & _BUSY for _, word in words):
             return None
-        return f"{words[0][1] & (_BUSY - 1):08x}", [word for word, _ in words[: _rank()]].count(words[_rank()][0])
+        return f"{words[0][1] & (_BUSY - 1):08x}", self._alike_before([word for word, _ in words])
 
     def _plain_replica(self, tensors: Mapping[str, Tensor]) -> int:
-        words = [word for (word,) in self._gather([plain_set(tensors)])]
-        return words[: _rank()].count(words[_rank()])
+        return self._alike_before([word for (word,) in self._ranks.gather([plain_set(tensors)])])
+
+    def _alike_before(self, words: Sequence[int]) -> int:
+        """Ranks before this one with the same word."""
+        return words[: self._ranks.rank].count(words[self._ranks.rank])
 
     def _prove(self, reader: Reader, tensors: Mapping[str, Tensor], mine: Sequence[Piece]) -> Proof:
         """Add up the fingerprints of all ranks and hold them against the manifest's."""
-        manifest = reader.manifest
-        sums = sums_of(tensors, mine)
-        held = self._any_of([name in tensors for name in manifest.tensors])
-        signed = [_signed(sums.get(name, 0)) for name in manifest.tensors]
-        total = torch.tensor(signed, dtype=torch.int64, device=self.device)
-        if _world() > 1:
-            dist.all_reduce(total)
-        pairs = zip(manifest.tensors.items(), total.tolist(), held, strict=True)
-        differing = [name for (name, saved), found, asked in pairs if asked and found % 2**64 != saved.fingerprint]
+        saved, sums = reader.manifest.tensors, sums_of(tensors, mine)
+        held = self._ranks.any_of([name in tensors for name in saved])
+        found = self._ranks.sums([sums.get(name, 0) for name in saved])
+        triples = zip(saved.items(), found, held, strict=True)
+        differing = [name for (name, tensor), total, asked in triples if asked and total != tensor.fingerprint]
         if differing:
             raise Damaged(
                 f"{self.store.name}/{reader.folder}: {', '.join(differing[:5])} must have the fingerprints that were "
-                f"saved, but {len(differing)} of {len(manifest.tensors)} tensors differ on the {_world()} ranks now"
+                f"saved, but {len(differing)} of {sum(held)} tensors differ on the {self._ranks.world} ranks now"
             )
-        return Proof(manifest.step, manifest.layout, sum(held), manifest.bytes, differing)
-
-    def _slot(self, size: int) -> Slot:
-        """A free buffer of at least this size."""
-        with self._lock:
-            slot = self._free.pop() if self._free else None
-        if slot is not None and slot.size >= size:
-            return slot
-        if slot is not None:
-            self._slots.remove(slot)
-            slot.close()
-        return self._new_slot(size)
-
-    def _new_slot(self, size: int) -> Slot:
-        taken = {slot.path for slot in self._slots}
-        paths = (self._staging / f"{_rank():06d}-{number}" for number in range(SLOTS))
-        slot = Slot(next(path for path in paths if path not in taken), size)
-        self._slots.append(slot)
-        return slot
-
-    def _from_rank_0(self, answer: Callable[[], int]) -> int:
-        """What rank 0 answers, on every rank."""
-        told = torch.tensor(answer() if _rank() == 0 else 0, device=self.device)
-        if _world() > 1:
-            dist.broadcast(told, src=0)
-        return int(told)
-
-    def _any(self, mine: bool) -> bool:
-        """Whether it is so on any rank."""
-        return self._any_of([mine])[0]
-
-    def _any_of(self, mine: Sequence[bool]) -> list[bool]:
-        flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
-        if _world() > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return [bool(flag) for flag in flags.tolist()]
-
-    def _gather(self, words: list[int]) -> list[list[int]]:
-        mine = torch.tensor(words, dtype=torch.int64, device=self.device)
-        if _world() == 1:
-            return [words]
-        everyone = torch.empty(_world() * len(words), dtype=torch.int64, device=self.device)
-        dist.all_gather_single(everyone, mine)
-        return everyone.reshape(-1, len(words)).tolist()
-
-
-def _left_out(step: int, seconds: float) -> Outcome:
-    return Outcome(step, "", seconds, seconds, 0, f"{SLOTS} earlier saves are still being written on some rank")
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+        return Proof(reader.manifest.step, reader.manifest.layout, sum(held), reader.manifest.bytes)
 
 
 def open_checkpoints(
-    where: str | Path, keep: int, device: torch.device, layout: Mapping[str, int] | None = None
+    where: str | Path,
+    keep: int,
+    device: torch.device,
+    layout: Mapping[str, int] | None = None,
+    protection: Protection | None = None,
 ) -> Checkpoints:
     """The checkpoints in a folder or object store, with a staging folder of their own in this host's memory."""
     name = str(where) if "://" in str(where) else str(Path(where).resolve())
-    return Checkpoints(open_store(name), keep, device, staging=staging_folder(name), layout=layout)
+    staging = staging_folder(name)
+    return Checkpoints(open_store(name), keep, device, staging=staging, layout=layout, protection=protection)
 
 
 def staging_folder(where: str) -> Path:

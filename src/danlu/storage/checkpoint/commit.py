@@ -87,6 +87,16 @@ def commit(
     return manifest
 
 
+def await_leaf(
+    store: Store, step: int, attempt: str, writer: int, patience: float, stop: Callable[[], bool] = lambda: False
+) -> Leaf:
+    """What another writer wrote, once it has."""
+    path = f"{folder_of(step)}/{leaf_name(attempt, writer)}"
+    _, leaf = _await(store, path, Leaf, patience, stop)
+    assert isinstance(leaf, Leaf)
+    return leaf
+
+
 def _node_name(attempt: str, level: int, number: int) -> str:
     return f"{attempt}-n{level}-{number:06d}.json"
 

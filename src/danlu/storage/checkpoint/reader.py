@@ -2,7 +2,8 @@
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -22,6 +23,7 @@ from danlu.storage.checkpoint.manifest import (
     open_child,
     open_manifest,
 )
+from danlu.storage.checkpoint.parity_packs import mended
 from danlu.storage.checkpoint.tree import within_reach
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store
@@ -58,11 +60,20 @@ def only_hash(stored: Stored, content: memoryview) -> int:
 
 
 class Reader:
-    """One checkpoint in a store. Every text is held against its parent, every chunk against its leaf."""
+    """One checkpoint in a store. Every text is held against its parent, every chunk against its leaf.
 
-    def __init__(self, store: Store, step: int) -> None:
+    A chunk is taken from the nearest copy of its pack that has it right; one that no copy has is mended from parity.
+    """
+
+    def __init__(self, store: Store, step: int, copies: Callable[[str], Iterable[Store]] = lambda pack: ()) -> None:
+        """`copies` names stores that may hold a pack (`step-…/….pack`) nearer than `store`, nearest first."""
         self.store = store
         self.folder = folder_of(step)
+        self.read_from: Counter[str] = Counter()
+        """Bytes of chunks, by the store they came from."""
+        self.mended: list[str] = []
+        """Chunks that were damaged or lost in one place and taken from another."""
+        self._copies = copies
         self._buffers = _Buffers()
         path = f"{self.folder}/{MANIFEST}"
         self.manifest: Manifest = open_manifest(self._text(path, LARGEST_TEXT), f"{store.name}/{path}")
@@ -85,27 +96,53 @@ class Reader:
             wrong = [line for lines in outcomes for line in lines]
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise Damaged(f"{self.store.name}/{self.folder}: " + "; ".join(wrong[:5]) + more)
+            raise Damaged("; ".join(wrong[:5]) + more)
 
     def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[str]:
+        """Take the chunks of a run from the nearest copies that have them; what is wrong with those that nobody has."""
+        path = f"{self.folder}/{run[0].pack}"
+        wrong: dict[Stored, str] = {}
+        missing = list(run)
+        for store in (*self._copies(path), self.store):
+            found = self._from_copy(store, path, missing, take)
+            for stored in missing:
+                if stored not in found:
+                    self.read_from[store.name] += stored.bytes
+                    if stored in wrong:
+                        self.mended.append(f"{wrong[stored]}; taken from {store.name}")
+            wrong |= found
+            missing = list(found)
+            if not missing:
+                break
+        left = [stored for stored in missing if not self._from_parity(stored, take, wrong[stored])]
+        on_bytes(sum(stored.bytes for stored in run))
+        return [wrong[stored] for stored in left]
+
+    def _from_copy(self, store: Store, path: str, run: Sequence[Stored], take: Take) -> dict[Stored, str]:
+        """Read a run from one store; the chunks that are not right there, and why."""
         # From a page on, so that a store can read past the cache straight into the buffer.
         start, end = run[0].chunk.at // _PAGE * _PAGE, run[-1].chunk.at + run[-1].bytes
-        path, content = f"{self.folder}/{run[0].pack}", self._buffers.of(end - start)
+        content = self._buffers.of(end - start)
         try:
-            self.store.read_into(path, start, content)
+            store.read_into(path, start, content)
         except (OSError, EOFError) as error:
-            return [f"{path} cannot be read from byte {start} to {end}: {error}"]
-        wrong = []
+            return dict.fromkeys(run, f"{store.name}/{path} cannot be read from byte {start} to {end}: {error}")
+        wrong = {}
         for stored in run:
             at = stored.chunk.at - start
-            found = take(stored, content[at : at + stored.bytes])
-            if found != stored.chunk.crc32c:
-                wrong.append(
-                    f"{path} is damaged in bytes {stored.chunk.at} to {stored.chunk.at + stored.bytes}, {stored.name}"
-                    f"{list(stored.chunk.offset)}: crc32c must be {stored.chunk.crc32c:08x}, but is {found:08x}"
-                )
-        on_bytes(end - start)
+            crc = take(stored, content[at : at + stored.bytes])
+            if crc != stored.chunk.crc32c:
+                wrong[stored] = _damage(f"{store.name}/{path}", stored, crc)
         return wrong
+
+    def _from_parity(self, stored: Stored, take: Take, was: str) -> bool:
+        """Work a chunk out from the other packs of its group."""
+        path = f"{self.folder}/{stored.pack}"
+        for content in mended(self.store, self._copies, path, stored.chunk.at, stored.bytes):
+            if crc32c(content) == stored.chunk.crc32c and take(stored, memoryview(content)) == stored.chunk.crc32c:
+                self.mended.append(f"{was}; mended from parity")
+                return True
+        return False
 
     def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Leaf]:
         children = node.children if wanted is None else within_reach(node, wanted)
@@ -142,6 +179,11 @@ class _Buffers(threading.local):
         if length > len(self._map):
             self._map = mmap.mmap(-1, length)
         return memoryview(self._map)[:length]
+
+
+def _damage(path: str, stored: Stored, crc: int) -> str:
+    where = f"bytes {stored.chunk.at} to {stored.chunk.at + stored.bytes}, {stored.name}{list(stored.chunk.offset)}"
+    return f"{path} is damaged in {where}: crc32c must be {stored.chunk.crc32c:08x}, but is {crc:08x}"
 
 
 def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stored]:

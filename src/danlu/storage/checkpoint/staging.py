@@ -1,10 +1,7 @@
-"""Host memory that a save is copied into, with a hash of every chunk taken from the training tensors on the way."""
+"""Copy a rank's part of the state into host memory, with a hash of every chunk taken from the tensors on the way."""
 
-import mmap
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +13,6 @@ from danlu.storage.hashing import copy_and_hash, crc32c
 
 CHUNK_BYTES = 16 << 20
 """Largest chunk: what has to be read to check any byte of it."""
-_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -50,32 +46,6 @@ class PackPlan:
             places.append(Place(piece, each, starts[done : done + len(each)]))
             done += len(each)
         return cls(places, end)
-
-
-class Slot:
-    """A buffer in shared memory: it outlives the process that filled it, and is there before it is needed.
-
-    Its pages are taken when it is made, so that the first save is as quick as the others.
-    """
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        self.size = -(-max(size, 1) // _PAGE) * _PAGE
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, self.size)
-            os.posix_fallocate(descriptor, 0, self.size)  # here, not at a page fault, a full memory shows itself
-            self._map = mmap.mmap(descriptor, self.size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        finally:
-            os.close(descriptor)
-        self.view = memoryview(self._map)
-
-    def close(self) -> None:
-        """Let go of the memory and remove it."""
-        self.view.release()
-        self._map.close()
-        self.path.unlink(missing_ok=True)
 
 
 def stage(plan: PackPlan, tensors: Mapping[str, Tensor], into: memoryview) -> list[list[Chunk]]:
