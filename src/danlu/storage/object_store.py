@@ -3,7 +3,7 @@
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -124,11 +124,10 @@ class ObjectStore:
         key = self._key(path)
         with self._errors(f"removing {path}"):
             self._call("delete_object", Key=key)
-            for page in self._pages(Prefix=f"{key}/", MaxKeys=_KEYS_A_REMOVAL):
-                if doomed := [{"Key": item["Key"]} for item in page.get("Contents", ())]:
-                    answer = self._call("delete_objects", Delete={"Objects": doomed, "Quiet": True})
-                    if left := answer.get("Errors"):
-                        raise OSError(f"{len(left)} files stay, the first is {left[0]['Key']}: {left[0]['Message']}")
+            inside = [item["Key"] for page in self._pages(Prefix=f"{key}/") for item in page.get("Contents", ())]
+            # Some servers keep a folder as a thing of its own, and list it when it is empty.
+            folders = {f"{name[:end]}/" for name in inside for end in _ends(name) if end >= len(key)}
+            self._delete([*inside, *sorted(folders, key=len, reverse=True)])
 
     def free(self) -> int | None:
         """Not told: a bucket has no end, and a quota is not in the protocol."""
@@ -139,6 +138,13 @@ class ObjectStore:
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._files.call_s3(method, timeout=self._request_timeout, Bucket=self._bucket, **arguments)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for begin in range(0, len(keys), _KEYS_A_REMOVAL):
+            doomed = [{"Key": key} for key in keys[begin : begin + _KEYS_A_REMOVAL]]
+            answer = self._call("delete_objects", Delete={"Objects": doomed, "Quiet": True})
+            if left := answer.get("Errors"):
+                raise OSError(f"{len(left)} files stay, the first is {left[0]['Key']}: {left[0].get('Message')}")
 
     def _pages(self, **arguments: Any) -> Iterator[Mapping[str, Any]]:
         following: dict[str, str] = {}
@@ -265,6 +271,11 @@ def _chunks(parts: Iterable[Buffer], size: int) -> Iterator[bytes]:
                 gathered = bytearray()
     if gathered:
         yield bytes(gathered)
+
+
+def _ends(key: str) -> Iterator[int]:
+    """Where the folders of a key end."""
+    return (place for place, character in enumerate(key) if character == "/")
 
 
 def _code(error: OSError) -> str:

@@ -39,7 +39,7 @@ class Store(Protocol):
     """Files under relative paths, each whole or absent.
 
     Every path is held against `safe` first. Methods may be called from several threads at once. A path is either a
-    file or a folder; folders come and go with what is in them.
+    file or a folder; folders come with what is in them, and one whose last file was removed may still be listed.
     """
 
     @property
