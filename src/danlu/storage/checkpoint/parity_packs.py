@@ -79,7 +79,7 @@ def write_parity(store: Store, copies: Copies, folder: str, group: Group) -> Non
     store.write(f"{folder}/{group.attempt}-g{group.group:06d}{_MARK}", [text_of(group)])
 
 
-def mended(store: Store, copies: Copies, path: str, at: int, length: int) -> Iterator[bytes]:
+def mended(store: Store, copies: Copies, path: str, at: int, length: int) -> Iterator[bytearray]:
     """What bytes of a pack may have been, by what the others of its group and the parity say; the likeliest first."""
     folder, _, pack = path.rpartition("/")
     group = _group(store, folder, pack)
@@ -98,7 +98,7 @@ def mended(store: Store, copies: Copies, path: str, at: int, length: int) -> Ite
     for spared in range(len(have) - count + 1):
         for left_out in combinations(sorted(have), spared):
             used = {number: block for number, block in have.items() if number not in left_out}
-            yield bytes(repair(used, count, group.parity, length)[wanted])
+            yield bytearray(repair(used, count, group.parity, length)[wanted])
 
 
 def _group(store: Store, folder: str, pack: str) -> Group | None:
