@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +20,15 @@ from danlu.framework.build import build
 from danlu.framework.feed import Feed
 from danlu.framework.guard import stop_on_signal
 from danlu.framework.journal import Journal
+from danlu.framework.keeper import Keeper
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
-from danlu.framework.state import TrainState
 from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights
-from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
+from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Started, load_cluster, load_plan, load_recipe
 from danlu.spec.event import PeakSource
 from danlu.spec.recipe import has_experts
-from danlu.storage.checkpoint import Checkpoints
+from danlu.storage.checkpoint.checkpoints import open_checkpoints
 from danlu.storage.tokens import Dataset, TokenShards
 
 PEAK_SECONDS = 1.0
@@ -70,10 +69,10 @@ def _train(
     stop: Callable[[], bool],
 ) -> None:
     state, forward_backward = build(recipe, mesh.plan, mesh)
-    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep, mesh.device)
-    if (newest := checkpoints.latest()) is not None:
-        state.restore(checkpoints.load(newest, state.tensors()))
-    elif recipe.weights:
+    checkpoints = open_checkpoints(run.checkpoints, recipe.checkpoint.keep, mesh.device, mesh.plan.degrees.model_dump())
+    early: list[Event] = []  # told after `started`, which has the step that is found here
+    keeper = Keeper(checkpoints, recipe.checkpoint, mesh.rank, mesh.plan.degrees.world, early.append)
+    if not keeper.resume(state) and recipe.weights:
         load_weights(state.parts, recipe.model, Path(recipe.weights))
     shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
     feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
@@ -94,23 +93,16 @@ def _train(
     )
     with Journal(run, state.step) if mesh.rank == 0 else nullcontext() as journal:
         write: Callable[[Event], None] = journal.write if journal else lambda event: None
-        write(started)
-        save = partial(_save, recipe, checkpoints, write)
-        train(recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, save, stop)
+        keeper.write = write
+        for event in (started, *early):
+            write(event)
+        train(
+            recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, keeper.maybe_save, stop,
+            keeper.settle,
+        )  # fmt: skip
+        checkpoints.close()
         outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
         write(Ended(time=time.time(), step=state.step, outcome=outcome))
-
-
-def _save(
-    recipe: Recipe, checkpoints: Checkpoints, write: Callable[[Event], None], state: TrainState, last: bool
-) -> None:
-    """Save when it is time to: every so many steps, and when the run ends or is stopped."""
-    every = recipe.checkpoint.every
-    if last or (every and state.step % every == 0):
-        started = time.time()
-        path = checkpoints.save(state.step, state.tensors(), state.scalars())
-        now = time.time()
-        write(Saved(time=now, step=state.step, path=path.name, seconds=now - started))
 
 
 def _backend(chip: Descriptor, place: Place) -> str:

@@ -35,8 +35,6 @@ _PICKLING_CALLS = {
     "torch.distributed.checkpoint.filesystem.FileSystemReader",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter",
 }
-PICKLES_BEHIND_THE_SEAM = Path("src/danlu/storage/checkpoint.py")
-"""The one file that may use PyTorch's own checkpoint files, until Danlu has a format of its own."""
 _BROAD = {"Exception", "BaseException"}
 _LOCAL_PATH = re.compile(r"(?<![\w.~}$)-])/(?:root|work|home)/")
 _REGISTRY = re.compile(

@@ -29,7 +29,8 @@ from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.norm import clip, local_square_sum
 from danlu.spec.model import Moe
 from danlu.spec.plan import Degrees, Plan
-from danlu.storage.checkpoint import CheckpointError, Checkpoints
+from danlu.storage.checkpoint.checkpoints import Checkpoints, open_checkpoints
+from danlu.storage.checkpoint.saver import Protection
 
 CPU = torch.device("cpu")
 Case = Callable[[Path], None]
@@ -226,56 +227,152 @@ def whole(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in held.items()}
 
 
+def checkpoints_in(folder: Path) -> Checkpoints:
+    return open_checkpoints(folder / "checkpoints", 2, torch.device("cpu"))
+
+
 def refused(message: str, act: Callable[[], Any]) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(message)):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         act()
 
 
 def save_and_load(folder: Path) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
-    assert checkpoints.latest() is None and checkpoints.steps() == []
-    refused("complete are []", lambda: checkpoints.load(3, {}))
+    checkpoints = checkpoints_in(folder)
+    assert checkpoints.latest() is None and checkpoints.shelf.steps() == []
     saved = tensors(10, Shard(0))
-    path = checkpoints.save(10, saved, {"step": 10, "cursor": 80})
-    assert path == folder / "checkpoints" / "step-00000010"
+    outcome = checkpoints.save(10, saved, {"step": 10, "cursor": 80})
+    assert outcome.path == str(folder / "checkpoints" / "step-00000010")
     refused("exists already; it is left as it is", lambda: checkpoints.save(10, tensors(11, Shard(0)), {}))
     read = tensors(99, Shard(1))
-    assert checkpoints.load(10, read) == {"step": 10, "cursor": 80}
+    scalars, proof = checkpoints.load(10, read)
+    assert scalars == {"step": 10, "cursor": 80}
+    assert proof.tensors == 3
     expected = whole(saved)
     for name, tensor in whole(read).items():
         assert torch.equal(tensor, expected[name]), name
     dist.barrier()
+    checkpoints.close()
 
 
 def a_save_that_was_cut_short(folder: Path) -> None:
-    """What it left is never taken for a checkpoint, and the next save of that step replaces it."""
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
-    partial = folder / "checkpoints" / "step-00000020.partial"
+    """What it left is never taken for a checkpoint, and does not mix with the next save of that step."""
+    checkpoints = checkpoints_in(folder)
+    left = folder / "checkpoints" / "step-00000020"
     if dist.get_rank() == 0:
-        partial.mkdir()
-        (partial / "state.json").write_text('{"step": 20}')
-        (partial / "half-written.distcp").write_text("nothing")
-        (folder / "checkpoints" / "step-00000030").mkdir()  # no commit mark in it
+        left.mkdir()
+        (left / "00000000-000000.pack").write_text("half of it")
+        (left / "00000000-000000.json").write_text("{}")
     dist.barrier()
-    assert checkpoints.steps() == [10] and checkpoints.latest() == 10
-    refused("step-00000030 must be complete, but is not there; complete are [10]", lambda: checkpoints.load(30, {}))
-    path = checkpoints.save(20, tensors(20, Shard(0)), {"step": 20})
-    assert not partial.exists() and not (path / "half-written.distcp").exists()
-    assert checkpoints.steps() == [10, 20]
+    assert checkpoints.shelf.steps() == [10] and checkpoints.latest() == 10
+    checkpoints.save(20, tensors(20, Shard(0)), {"step": 20})
+    assert checkpoints.load(20, tensors(99, Shard(0)))[0] == {"step": 20}
+    assert checkpoints.shelf.steps() == [10, 20]
+    checkpoints.close()  # or the next case would read from memory what the disk has lost
 
 
-def old_checkpoints_go(folder: Path) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
-    checkpoints.save(40, tensors(40, Shard(0)), {"step": 40})
-    assert checkpoints.steps() == [20, 40]
+def a_flipped_bit_is_found_by_all(folder: Path) -> None:
+    """Also by the ranks that read nothing of what is damaged."""
+    checkpoints = checkpoints_in(folder)  # a new one: nothing of it is in memory
+    if dist.get_rank() == 0:
+        pack = sorted((folder / "checkpoints" / "step-00000020").glob("*-000001.pack"))[-1]
+        content = bytearray(pack.read_bytes())
+        content[3] ^= 1
+        pack.write_bytes(content)
+    dist.barrier()
+    refused("damaged", lambda: checkpoints.load(20, tensors(99, Shard(0))))
+    if dist.get_rank() == 0:
+        content[3] ^= 1
+        pack.write_bytes(content)
+    dist.barrier()
+
+
+def a_lost_pack_is_mended_from_parity(folder: Path) -> None:
+    checkpoints = open_checkpoints(folder / "parity", 2, torch.device("cpu"), protection=Protection(parity=1, group=2))
+    saved = tensors(10, Shard(0))
+    checkpoints.save(10, saved, {"step": 10})
+    checkpoints.close()  # the copy in memory goes with it
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (pack,) = (folder / "parity" / "step-00000010").glob("*-000001.pack")
+        pack.unlink()
+    dist.barrier()
+    again = open_checkpoints(folder / "parity", 2, torch.device("cpu"))
+    read = tensors(99, Shard(1))
+    again.load(10, read)
+    expected = whole(saved)
+    for name, tensor in whole(read).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert any("mended from parity" in line for line in again.mended)
+    again.close()
+
+
+def memory_serves_what_the_disk_lost(folder: Path) -> None:
+    """While a rank's buffers are there, they are the nearest copy, and the one that is right."""
+    checkpoints = open_checkpoints(folder / "memory", 2, torch.device("cpu"))
+    saved = tensors(10, Shard(0))
+    checkpoints.save(10, saved, {"step": 10})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for pack in (folder / "memory" / "step-00000010").glob("*.pack"):
+            pack.write_bytes(b"")
+    dist.barrier()
+    read = tensors(99, Shard(1))
+    checkpoints.load(10, read)
+    expected = whole(saved)
+    for name, tensor in whole(read).items():
+        assert torch.equal(tensor, expected[name]), name
+    dist.barrier()
+    checkpoints.close()
+
+
+def what_is_not_finite_is_set_aside(folder: Path) -> None:
+    checkpoints = checkpoints_in(folder)
+    broken = tensors(30, Shard(0))
+    if dist.get_rank() == 1:
+        broken["model.blocks.0.weight"].to_local()[0, 0] = float("nan")
+    checkpoints.save(30, broken, {"step": 30})
+    assert checkpoints.latest() == 20
+    assert checkpoints.shelf.quarantined() == [30]
+
+
+def a_save_that_fails_on_one_rank_is_given_up_on_all(folder: Path) -> None:
+    checkpoints = checkpoints_in(folder)
+    write = checkpoints.store.write
+    if dist.get_rank() == 1:
+
+        def refuse(path: str, parts: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        checkpoints.store.write = refuse  # type: ignore[method-assign]
+    refused(
+        "step-00000035" if dist.get_rank() == 0 else "No space left",
+        lambda: checkpoints.save(35, tensors(35, Shard(0)), {"step": 35}),
+    )
+    checkpoints.store.write = write  # type: ignore[method-assign]
+    assert checkpoints.latest() == 20
+
+
+def in_the_background(folder: Path) -> None:
+    """The state may change once it has settled; what is saved is what it was."""
+    checkpoints = checkpoints_in(folder)
+    saved = tensors(40, Shard(0))
+    assert checkpoints.begin(40, saved, {"step": 40}, overlap=True)
+    checkpoints.settle()
+    for tensor in saved.values():
+        tensor.zero_()
+    checkpoints.wait()
+    (outcome,) = checkpoints.outcomes()
+    assert not outcome.failure and outcome.stall < outcome.seconds
+    assert checkpoints.shelf.steps() == [20, 40]
     assert not (folder / "checkpoints" / "step-00000010").exists()
+    checkpoints.close()
 
 
 def load_on_one_rank(folder: Path) -> None:
     """What two ranks saved, in one process and without a mesh."""
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2, device=torch.device("cpu"))
+    checkpoints = checkpoints_in(folder)
     read = {"model.blocks.0.weight": torch.zeros(5, 3), "model.norm": torch.zeros(4), "optimizer.step": torch.zeros(())}
-    assert checkpoints.load(40, read) == {"step": 40}
+    assert checkpoints.load(40, read)[0] == {"step": 40}
     assert torch.equal(read["model.blocks.0.weight"], normal(5, 3, seed=40))
     assert torch.equal(read["model.norm"], normal(4, seed=41))
     assert read["optimizer.step"] == 40
@@ -291,7 +388,12 @@ CASES: dict[int, tuple[Case, ...]] = {
         norm_of_mixed_placements,
         save_and_load,
         a_save_that_was_cut_short,
-        old_checkpoints_go,
+        a_flipped_bit_is_found_by_all,
+        a_lost_pack_is_mended_from_parity,
+        memory_serves_what_the_disk_lost,
+        what_is_not_finite_is_set_aside,
+        a_save_that_fails_on_one_rank_is_given_up_on_all,
+        in_the_background,
     ),
     1: (load_on_one_rank,),
 }

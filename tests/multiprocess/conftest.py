@@ -12,7 +12,12 @@ from danlu.storage.tokenizer import BytesTokenizer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scratch folder with token shards of these tests' own source."""
     folder = tmp_path_factory.mktemp("ranks")
+    make_shards(folder)
+    return folder
+
+
+def make_shards(folder: Path) -> None:
+    """Token shards of these tests' own source, in `shards`."""
     text = folder / "text.txt"
     text.write_text("".join(source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))))
     build([str(text)], folder / "shards", BytesTokenizer())
-    return folder

@@ -13,7 +13,7 @@ from danlu.comm.join import Place, join, leave, meet
 from danlu.framework.state import TrainState
 from danlu.spec.event import StepReport
 from danlu.spec.plan import Degrees, Plan
-from danlu.storage.checkpoint import Checkpoints
+from danlu.storage.checkpoint.checkpoints import Checkpoints, open_checkpoints
 
 STOPS = (1, 3, 5, 7, 9)
 
@@ -24,7 +24,9 @@ def losses(reports: list[StepReport]) -> list[str]:
 
 
 def resume(checkpoints: Checkpoints, step: int, state: TrainState) -> None:
-    state.restore(checkpoints.load(step, state.tensors()))
+    scalars, proof = checkpoints.load(step, state.tensors())
+    assert proof.tensors == len(state.tensors())
+    state.restore(scalars)
 
 
 def main() -> None:
@@ -38,7 +40,7 @@ def main() -> None:
         plan = Plan(degrees=Degrees(shard=2, ep=2 if model == "tiny-moe" else 1))
         found = {"first": losses(train_in_memory(made, plan, rank)[0])}
         found["second"] = losses(train_in_memory(made, plan, rank)[0])
-        checkpoints = Checkpoints(folder / model, keep=len(STOPS), device=torch.device("cpu"))
+        checkpoints = open_checkpoints(folder / model, len(STOPS), torch.device("cpu"))
         for stop in STOPS:
             before, state = train_in_memory(made, plan, rank, stop_at=stop)
             checkpoints.save(state.step, state.tensors(), state.scalars())

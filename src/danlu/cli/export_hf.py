@@ -40,7 +40,7 @@ def export_hf(
     from danlu.framework.hf_compare import read_decoder
     from danlu.framework.hf_config import CONFIG
     from danlu.framework.weights import parameter_shapes
-    from danlu.storage.checkpoint import Checkpoints
+    from danlu.storage.checkpoint.checkpoints import open_checkpoints
 
     name, step = step_of(run)
     found = find_run(name, folder)
@@ -50,8 +50,8 @@ def export_hf(
         hint = "save it from Python: danlu.Checkpointer reads its checkpoints into any layout"
         raise SpecError([_run_problem(run, message, hint)])
     model = recipe.model
-    checkpoints = Checkpoints(found.checkpoints, recipe.checkpoint.keep, torch.device("cpu"))
-    chosen = choose_step(name, step, checkpoints.steps())
+    checkpoints = open_checkpoints(found.checkpoints, recipe.checkpoint.keep, torch.device("cpu"))
+    chosen = choose_step(name, step, checkpoints.shelf.steps())
     shapes = parameter_shapes(model)
 
     def read(parameter: str) -> torch.Tensor:

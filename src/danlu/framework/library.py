@@ -39,7 +39,7 @@ from danlu.spec.load import load_plan
 from danlu.spec.own_model import TensorStyle
 from danlu.spec.plan import Degrees, Plan, fully_sharded
 from danlu.spec.recipe import ComputeDtype, Precision
-from danlu.storage.checkpoint import Checkpoints
+from danlu.storage.checkpoint.checkpoints import open_checkpoints
 from danlu.storage.order import shuffled
 from danlu.storage.tokens import batch_rows
 
@@ -203,18 +203,20 @@ class Checkpointer:
     def __init__(self, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 2) -> None:
         """All ranks give the same `folder`; the newest `keep` checkpoints stay."""
         self._state = TrainState([model], optimizer, seed=0)
-        self._checkpoints = Checkpoints(Path(folder), keep, mesh_of(model).device)
+        mesh = mesh_of(model)
+        self._checkpoints = open_checkpoints(folder, keep, mesh.device, mesh.plan.degrees.model_dump())
 
     def save(self, step: int) -> Path:
         """Write a checkpoint as of `step` steps; it is complete when this returns."""
-        return self._checkpoints.save(step, self._state.tensors(), {"step": step})
+        return Path(self._checkpoints.save(step, self._state.tensors(), {"step": step}).path)
 
     def load(self) -> int:
         """Fill module and optimiser from the newest checkpoint and return its step; 0 if there is none."""
         newest = self._checkpoints.latest()
         if newest is None:
             return 0
-        return int(self._checkpoints.load(newest, self._state.tensors())["step"])
+        scalars, _ = self._checkpoints.load(newest, self._state.tensors())
+        return int(scalars["step"])
 
 
 def _join() -> int:

@@ -25,10 +25,12 @@ def train(
     report: Callable[[StepReport], None],
     maybe_save: Callable[[TrainState, bool], None],
     stop: Callable[[], bool],
+    settle: Callable[[], None] = lambda: None,
 ) -> None:
     """Take steps until the recipe's are done or a rank is asked to stop.
 
-    All ranks see the same measures, so all of them decide alike. `maybe_save` is told when the last step was taken.
+    All ranks see the same measures, so all of them decide alike. `maybe_save` is told when the last step was taken;
+    `settle` returns when nothing of the state is being copied any more, and it may change.
     """
     judge, stopping = Judge(), False
     while state.step < recipe.steps and not stopping:
@@ -42,6 +44,7 @@ def train(
         commit = judge.commit(step.loss, step.norm)
         if commit:
             clip(state.parameters(), step.norm, recipe.optimizer.clip)
+            settle()
             state.update(rate)
             even_experts(state)
         state.advance(recipe.batch.sequences)

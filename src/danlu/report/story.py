@@ -8,7 +8,7 @@ from statistics import median
 from typing import Literal
 
 from danlu.report.tail import EventTail
-from danlu.spec import Ended, Event, Problem, RunFolder, Saved, Started, StepReport, Warned
+from danlu.spec import Ended, Event, Problem, Resumed, RunFolder, Saved, Started, StepReport, Warned
 
 State = Literal["not started", "unfinished", "finished", "failed", "stopped"]
 
@@ -53,6 +53,8 @@ class Story:
                     self._started[event.step] = self.starts[-1]
             case Saved():
                 self.saves[event.step] = event
+            case Resumed():
+                pass  # the start before it has the step; the proof is for whoever asks for it
             case Warned():
                 self.warnings.append(event)
             case Ended():

@@ -63,6 +63,26 @@ class Saved(Description):
     step: int
     path: str
     seconds: float
+    """From the wish to save to the last byte in the store; the training went on for most of it."""
+    stall: float | None = None
+    """Seconds the training waited for it."""
+
+
+class Resumed(Description):
+    """A run goes on from a checkpoint, whose tensors were proven to be here bit for bit."""
+
+    kind: Literal["resumed"] = "resumed"
+    time: float
+    step: int
+    was: dict[str, int]
+    """Ranks on the axes of the mesh that saved it; axes of one are left out."""
+    now: dict[str, int]
+    """The same of the mesh that goes on."""
+    tensors: int
+    """Tensors whose fingerprints, over all ranks, are those that were saved: all of them."""
+    bytes: int
+    samples: int
+    """Samples consumed; the next one is read next, so none is repeated and none skipped."""
 
 
 class Warned(Description):
@@ -84,7 +104,7 @@ class Ended(Description):
     message: str = ""
 
 
-Event = Annotated[Started | StepReport | Saved | Warned | Ended, Field(discriminator="kind")]
+Event = Annotated[Started | StepReport | Saved | Resumed | Warned | Ended, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 

@@ -34,7 +34,7 @@ def shuffled(indices: Ints, size: int, seed: int) -> Ints:
     if flat.size and flat.min() < 0:
         raise ValueError(f"`indices` must be 0 or more, but hold {flat.min()}")
     epoch, position = np.divmod(flat.astype(np.uint64), np.uint64(size))
-    key = _mix(_mix(np.array([seed], dtype=np.uint64)) + epoch)
+    key = mixed(mixed(np.array([seed], dtype=np.uint64)) + epoch)
     half = max(_LEAST_HALF, ((size - 1).bit_length() + 1) // 2)
     place = _feistel(position, key, half)
     while (outside := np.flatnonzero(place >= size)).size:
@@ -48,11 +48,11 @@ def _feistel(value: Words, key: Words, half: int) -> Words:
     left, right = value >> shift, value & mask
     for turn in range(1, _ROUNDS + 1):
         turn_key = key + np.uint64(turn * _GOLDEN % 2**64)
-        left, right = right, left ^ (_mix(turn_key + right) >> np.uint64(64 - half))
+        left, right = right, left ^ (mixed(turn_key + right) >> np.uint64(64 - half))
     return (left << shift) | right
 
 
-def _mix(value: Words) -> Words:
+def mixed(value: Words) -> Words:
     """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit reaches every output bit."""
     value = value + np.uint64(_GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

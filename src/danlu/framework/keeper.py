@@ -1,0 +1,107 @@
+"""Between the loop and the checkpoints: when to save, what to tell, and where to go on from."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from danlu.framework.state import TrainState
+from danlu.spec.event import Event, Resumed, Saved, Warned
+from danlu.spec.recipe import Checkpoint
+from danlu.storage.checkpoint.checkpoints import Checkpoints, Outcome
+from danlu.storage.checkpoint.commit import SaveFailed
+from danlu.storage.checkpoint.manifest import Damaged
+
+
+@dataclass
+class Keeper:
+    """Saves a run's state when it is time to, and brings it back."""
+
+    checkpoints: Checkpoints
+    settings: Checkpoint
+    rank: int
+    world: int
+    write: Callable[[Event], None]
+    newest: int | None = field(default=None, init=False)
+    """Newest step that is known to be saved."""
+
+    def resume(self, state: TrainState) -> bool:
+        """Go on from the newest checkpoint that is whole; a damaged one is set aside, and the one before it taken."""
+        while (step := self.checkpoints.latest()) is not None:
+            try:
+                scalars, proof = self.checkpoints.load(step, state.tensors())
+            except Damaged as error:
+                self._warn(f"{error}; it is set aside, and the checkpoint before it is taken")
+                if self.rank == 0:
+                    self.checkpoints.shelf.set_aside(step)
+                continue
+            state.restore(scalars)
+            self.newest = step
+            for line in self.checkpoints.mended:
+                self._warn(line)
+            self.checkpoints.mended.clear()
+            now = {axis: degree for axis, degree in self.checkpoints.layout.items() if degree > 1}
+            was = {axis: degree for axis, degree in proof.was.items() if degree > 1}
+            self.write(
+                Resumed(
+                    time=time.time(), step=step, was=was, now=now, tensors=proof.tensors, bytes=proof.bytes,
+                    samples=state.cursor,
+                )
+            )  # fmt: skip
+            return True
+        return False
+
+    def maybe_save(self, state: TrainState, last: bool) -> None:
+        """Save every so many steps in the background; when the run ends or is stopped, and wait until it is there."""
+        self._tell()
+        every = self.settings.every
+        if last:
+            self._save_last(state)
+        elif every and state.step % every == 0:
+            self.checkpoints.begin(state.step, _steady(state), state.scalars(), overlap=True)
+            self._tell()
+
+    def settle(self) -> None:
+        """Wait until the state may change: what is being copied must not."""
+        self.checkpoints.settle()
+
+    def _save_last(self, state: TrainState) -> None:
+        self.checkpoints.wait()
+        self._tell()
+        if self.newest == state.step:
+            return
+        try:
+            self._ended(self.checkpoints.save(state.step, state.tensors(), state.scalars()))
+        except SaveFailed as error:
+            raise SaveFailed(f"{error}; what was trained after step {self.newest or 0} is not saved") from None
+
+    def _tell(self) -> None:
+        for outcome in self.checkpoints.outcomes():
+            self._ended(outcome)
+
+    def _ended(self, outcome: Outcome) -> None:
+        if outcome.failure:
+            since = f"the newest is of step {self.newest}" if self.newest else "there is none yet"
+            self._warn(f"the checkpoint of step {outcome.step} did not come about: {outcome.failure}; {since}")
+            return
+        self.newest = outcome.step
+        name = outcome.path.rpartition("/")[2]
+        self.write(Saved(time=time.time(), step=outcome.step, path=name, seconds=outcome.seconds, stall=outcome.stall))
+
+    def _warn(self, message: str) -> None:
+        """An event from rank 0; a line in its log from any other."""
+        if self.rank == 0:
+            self.write(Warned(time=time.time(), rank=0, message=message))
+        else:
+            sys.stderr.write(f"rank {self.rank}: {message}\n")
+
+
+def _steady(state: TrainState) -> dict[str, Tensor]:
+    """The state's tensors; buffers, which a forward may change while the copy goes on, as they are now."""
+    steady = {f"model.{name}" for name, _ in state.named_parameters()}
+    return {
+        name: tensor if name in steady or name.startswith("optimizer.") else tensor.clone()
+        for name, tensor in state.tensors().items()
+    }

@@ -1,0 +1,229 @@
+"""The checkpoints of one run: all ranks save and load together, with what each holds.
+
+A save is a copy into host memory, for which the training waits, and a drain into the store, for which it does not.
+A store that fails, fills up or is slow costs a checkpoint and an event, never the run.
+"""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.storage.checkpoint.commit import SaveFailed, folder_of
+from danlu.storage.checkpoint.manifest import Damaged
+from danlu.storage.checkpoint.pieces import Piece, pieces, plain_set
+from danlu.storage.checkpoint.ranks import Ranks
+from danlu.storage.checkpoint.reader import Reader
+from danlu.storage.checkpoint.restore import fill, sums_of
+from danlu.storage.checkpoint.saver import SLOTS, Outcome, Protection, Save, Saver
+from danlu.storage.checkpoint.shelf import Shelf
+from danlu.storage.checkpoint.staging import PackPlan
+from danlu.storage.store import Store, open_store
+
+PATIENCE = 600.0
+"""Seconds a writer waits for the leaves of others, and a run at its end for its last save."""
+_BUSY, _FAILED = 1 << 32, 1 << 33
+_POLL = 0.02
+_LAST_CHANCE = 10.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """That tensors hold, bit for bit, what was saved: by fingerprints that do not depend on the layout."""
+
+    step: int
+    was: Mapping[str, int]
+    """Ranks on every axis when it was saved."""
+    tensors: int
+    """Tensors that were compared; none differs."""
+    bytes: int
+
+
+class Checkpoints:
+    """The checkpoints in one store. `save`, `begin`, `wait`, `load` and `close` are called by all ranks together."""
+
+    def __init__(
+        self,
+        store: Store,
+        keep: int,
+        device: torch.device,
+        *,
+        staging: Path,
+        layout: Mapping[str, int] | None = None,
+        patience: float = PATIENCE,
+        protection: Protection | None = None,
+    ) -> None:
+        """`device` is where small agreements between ranks are made, `staging` a folder in this host's memory."""
+        self.store = store
+        self.shelf = Shelf(store, keep)
+        self.layout = dict(layout or {})
+        self.patience = patience
+        self.mended: list[str] = []
+        """What was found damaged in one place while loading, and taken from another."""
+        self._ranks = Ranks(device)
+        self._saver = Saver(store, self.shelf, staging, self._ranks.rank, patience, protection or Protection())
+
+    def latest(self) -> int | None:
+        """The newest complete and finite checkpoint, or None; rank 0 looks, as another rank's file system may lag."""
+        newest = self._ranks.from_first(lambda: max(self.shelf.steps(), default=-1))
+        return None if newest < 0 else newest
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> int:
+        """Take the memory that saves are copied into, so that the first is as quick as the others; bytes of a save."""
+        plan = PackPlan.of(pieces(tensors, self._plain_replica(tensors)))
+        self._saver.slots.make(plan.bytes)
+        return plan.bytes
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Outcome:
+        """Write a checkpoint; it is complete when this returns, on all ranks. Raises `SaveFailed` if it is not."""
+        self.wait()
+        earlier = self.outcomes()
+        self.begin(step, tensors, scalars)
+        self.wait()
+        (outcome,) = self.outcomes()
+        for each in earlier:
+            self._saver.tell(each)
+        if self._ranks.any(bool(outcome.failure)):
+            raise SaveFailed(outcome.failure or f"{outcome.path} could not be saved by another rank")
+        return outcome
+
+    def begin(
+        self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], *, overlap: bool = False
+    ) -> bool:
+        """Copy the state into host memory and write it in the background; False if all buffers still drain.
+
+        With `overlap` the copy goes on in the background too: call `settle` before a tensor changes.
+        """
+        began = time.perf_counter()
+        self.settle()
+        agreed = self._agree(step, tensors)
+        if agreed is None:
+            seconds = time.perf_counter() - began
+            failure = f"{SLOTS} earlier saves are still being written on some rank"
+            self._saver.tell(Outcome(step, "", seconds, seconds, 0, failure))
+            return False
+        attempt, plain_replica = agreed
+        plan = PackPlan.of(pieces(tensors, plain_replica))
+        root = {"scalars": dict(scalars), "layout": self.layout, "written": time.time()}
+        slot = self._saver.slots.take(plan.bytes)
+        save = Save(step, attempt, self._ranks.rank, self._ranks.world, plan, root, began, slot)
+        self._saver.start(save, tensors)
+        if not overlap:
+            self.settle()
+        save.stall = time.perf_counter() - began
+        return True
+
+    def settle(self) -> float:
+        """Wait until tensors may change again; the seconds it took."""
+        return self._saver.settle()
+
+    def outcomes(self) -> list[Outcome]:
+        """Saves that ended since this was last asked."""
+        return self._saver.outcomes()
+
+    def wait(self) -> None:
+        """Wait until no rank has a save under way. One that failed on any is given up on all."""
+        self.settle()
+        deadline = time.monotonic() + self.patience
+        while True:
+            busy, failed, late = self._ranks.any_of([self._saver.busy, self._saver.failed, time.monotonic() > deadline])
+            if failed or late:
+                self._saver.give_up()
+            if not busy:
+                return
+            if self._ranks.any(time.monotonic() > deadline + _LAST_CHANCE):
+                raise SaveFailed(f"{self.store.name} must take a save within {self.patience:g} s, but did not")
+            time.sleep(_POLL)
+
+    def load(
+        self, step: int, tensors: Mapping[str, Tensor], on_bytes: Callable[[int], None] = lambda done: None
+    ) -> tuple[dict[str, Any], Proof]:
+        """Fill `tensors` in place, whatever layout wrote them; the scalars, and the proof that bits are equal.
+
+        Every chunk read is checked against the hash taken when it was saved. Raises `Damaged` on all ranks if one
+        is not right on any.
+        """
+        reader = Reader(self.store, step, self._saver.copies)
+        mine = pieces(tensors, self._plain_replica(tensors))
+        failure = ""
+        try:
+            fill(reader, tensors, mine, on_bytes)
+        except Damaged as error:
+            failure = str(error)
+        self.mended += reader.mended
+        if self._ranks.any(bool(failure)):
+            raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
+        return dict(reader.manifest.scalars), self._prove(reader, tensors, mine)
+
+    def read(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill whole tensors in place, in a process that is no rank; only what is asked for is read."""
+        fill(Reader(self.store, step), tensors, pieces(tensors, 0), lambda done: None)
+
+    def close(self) -> None:
+        """Wait for saves under way, end the background threads and give the memory back."""
+        try:
+            self.wait()
+        finally:
+            self._saver.close()
+
+    def _agree(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
+        """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
+        if self._ranks.from_first(lambda: step in self.shelf.all_steps()):
+            where = f"{self.store.name}/{folder_of(step)}"
+            raise SaveFailed(f"checkpoint {where} must be new, but exists already; it is left as it is")
+        flags = (_BUSY if self._saver.slots.exhausted else 0) | (_FAILED if self._saver.failed else 0)
+        words = self._ranks.gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
+        if any(word & _FAILED for _, word in words):
+            self._saver.give_up()  # a rank without its leaf: nobody needs to wait for it any longer
+        if any(word & _BUSY for _, word in words):
+            return None
+        return f"{words[0][1] & (_BUSY - 1):08x}", self._alike_before([word for word, _ in words])
+
+    def _plain_replica(self, tensors: Mapping[str, Tensor]) -> int:
+        return self._alike_before([word for (word,) in self._ranks.gather([plain_set(tensors)])])
+
+    def _alike_before(self, words: Sequence[int]) -> int:
+        """Ranks before this one with the same word."""
+        return words[: self._ranks.rank].count(words[self._ranks.rank])
+
+    def _prove(self, reader: Reader, tensors: Mapping[str, Tensor], mine: Sequence[Piece]) -> Proof:
+        """Add up the fingerprints of all ranks and hold them against the manifest's."""
+        saved, sums = reader.manifest.tensors, sums_of(tensors, mine)
+        held = self._ranks.any_of([name in tensors for name in saved])
+        found = self._ranks.sums([sums.get(name, 0) for name in saved])
+        triples = zip(saved.items(), found, held, strict=True)
+        differing = [name for (name, tensor), total, asked in triples if asked and total != tensor.fingerprint]
+        if differing:
+            raise Damaged(
+                f"{self.store.name}/{reader.folder}: {', '.join(differing[:5])} must have the fingerprints that were "
+                f"saved, but {len(differing)} of {sum(held)} tensors differ on the {self._ranks.world} ranks now"
+            )
+        return Proof(reader.manifest.step, reader.manifest.layout, sum(held), reader.manifest.bytes)
+
+
+def open_checkpoints(
+    where: str | Path,
+    keep: int,
+    device: torch.device,
+    layout: Mapping[str, int] | None = None,
+    protection: Protection | None = None,
+) -> Checkpoints:
+    """The checkpoints in a folder or object store, with a staging folder of their own in this host's memory."""
+    name = str(where) if "://" in str(where) else str(Path(where).resolve())
+    staging = staging_folder(name)
+    return Checkpoints(open_store(name), keep, device, staging=staging, layout=layout, protection=protection)
+
+
+def staging_folder(where: str) -> Path:
+    """Where the buffers of this store's saves lie: in memory, found again by the next process that saves there."""
+    memory = Path("/dev/shm")
+    root = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    return root / f"danlu-{os.getuid()}" / blake2b(where.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,209 @@
+"""Read a checkpoint: walk its tree, fetch chunks, check every one. Nothing here needs torch."""
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from danlu.storage.checkpoint.boxes import Box, overlap, volume
+from danlu.storage.checkpoint.commit import folder_of
+from danlu.storage.checkpoint.manifest import (
+    ITEMSIZE,
+    LARGEST_TEXT,
+    MANIFEST,
+    Chunk,
+    Damaged,
+    Leaf,
+    Manifest,
+    Node,
+    Under,
+    open_child,
+    open_manifest,
+)
+from danlu.storage.checkpoint.parity_packs import mended
+from danlu.storage.checkpoint.tree import within_reach
+from danlu.storage.hashing import crc32c
+from danlu.storage.store import Store
+
+RUN_BYTES = 32 << 20
+"""Chunks that lie one after the other are read together, up to this many bytes."""
+_GAP = 64 << 10
+_PAGE = 4096
+_THREADS = 4
+T = TypeVar("T", Leaf, Node)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A chunk, with the pack it is in and the bytes it has there."""
+
+    name: str
+    pack: str
+    chunk: Chunk
+    bytes: int
+
+
+class Take(Protocol):
+    """What is done with a chunk whose bytes are there; it answers with their crc32c."""
+
+    def __call__(self, stored: Stored, content: memoryview) -> int:
+        """Called once for every chunk, in threads; `content` is valid until it returns."""
+        ...
+
+
+def only_hash(stored: Stored, content: memoryview) -> int:
+    """Take nothing: to verify."""
+    return crc32c(content)
+
+
+class Reader:
+    """One checkpoint in a store. Every text is held against its parent, every chunk against its leaf.
+
+    A chunk is taken from the nearest copy of its pack that has it right; one that no copy has is mended from parity.
+    """
+
+    def __init__(self, store: Store, step: int, copies: Callable[[str], Iterable[Store]] = lambda pack: ()) -> None:
+        """`copies` names stores that may hold a pack (`step-…/….pack`) nearer than `store`, nearest first."""
+        self.store = store
+        self.folder = folder_of(step)
+        self.read_from: Counter[str] = Counter()
+        """Bytes of chunks, by the store they came from."""
+        self.mended: list[str] = []
+        """Chunks that were damaged or lost in one place and taken from another."""
+        self._copies = copies
+        self._buffers = _Buffers()
+        path = f"{self.folder}/{MANIFEST}"
+        self.manifest: Manifest = open_manifest(self._text(path, LARGEST_TEXT), f"{store.name}/{path}")
+        if self.manifest.step != step:
+            raise Damaged(f"{store.name}/{path} must be of step {step}, but is of step {self.manifest.step}")
+
+    def find(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> list[Stored]:
+        """Chunks that hold something of what is wanted (boxes by name), or all; by pack and place in it."""
+        found = [each for leaf in self.leaves(wanted) for each in _of(leaf, wanted)]
+        return sorted(found, key=lambda each: (each.pack, each.chunk.at))
+
+    def leaves(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Leaf]:
+        """Leaves that may hold something of what is wanted."""
+        yield from self._below(self.manifest, wanted)
+
+    def fetch(self, chunks: Sequence[Stored], take: Take, on_bytes: Callable[[int], None] = lambda done: None) -> None:
+        """Read chunks, several runs at a time, and hand each to `take`; `Damaged` names those that are not right."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="danlu-read") as pool:
+            outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), _runs(chunks))
+            wrong = [line for lines in outcomes for line in lines]
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise Damaged("; ".join(wrong[:5]) + more)
+
+    def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[str]:
+        """Take the chunks of a run from the nearest copies that have them; what is wrong with those that nobody has."""
+        path = f"{self.folder}/{run[0].pack}"
+        wrong: dict[Stored, str] = {}
+        missing = list(run)
+        for store in (*self._copies(path), self.store):
+            found = self._from_copy(store, path, missing, take)
+            for stored in missing:
+                if stored not in found:
+                    self.read_from[store.name] += stored.bytes
+                    if stored in wrong:
+                        self.mended.append(f"{wrong[stored]}; taken from {store.name}")
+            wrong |= found
+            missing = list(found)
+            if not missing:
+                break
+        left = [stored for stored in missing if not self._from_parity(stored, take, wrong[stored])]
+        on_bytes(sum(stored.bytes for stored in run))
+        return [wrong[stored] for stored in left]
+
+    def _from_copy(self, store: Store, path: str, run: Sequence[Stored], take: Take) -> dict[Stored, str]:
+        """Read a run from one store; the chunks that are not right there, and why."""
+        # From a page on, so that a store can read past the cache straight into the buffer.
+        start, end = run[0].chunk.at // _PAGE * _PAGE, run[-1].chunk.at + run[-1].bytes
+        content = self._buffers.of(end - start)
+        try:
+            store.read_into(path, start, content)
+        except (OSError, EOFError) as error:
+            return dict.fromkeys(run, f"{store.name}/{path} cannot be read from byte {start} to {end}: {error}")
+        wrong = {}
+        for stored in run:
+            at = stored.chunk.at - start
+            crc = take(stored, content[at : at + stored.bytes])
+            if crc != stored.chunk.crc32c:
+                wrong[stored] = _damage(f"{store.name}/{path}", stored, crc)
+        return wrong
+
+    def _from_parity(self, stored: Stored, take: Take, was: str) -> bool:
+        """Work a chunk out from the other packs of its group."""
+        path = f"{self.folder}/{stored.pack}"
+        for content in mended(self.store, self._copies, path, stored.chunk.at, stored.bytes):
+            if crc32c(content) == stored.chunk.crc32c and take(stored, memoryview(content)) == stored.chunk.crc32c:
+                self.mended.append(f"{was}; mended from parity")
+                return True
+        return False
+
+    def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Leaf]:
+        children = node.children if wanted is None else within_reach(node, wanted)
+        for under in children:
+            path = f"{self.folder}/{under.file}"
+            text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
+            if node.level == 1:
+                yield self._own(open_child(Leaf, text, under, where), under)
+            else:
+                child = self._own(open_child(Node, text, under, where), under)
+                if child.level != node.level - 1:
+                    raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
+                yield from self._below(child, wanted)
+
+    def _own(self, child: T, under: Under) -> T:
+        if (child.step, child.attempt) != (self.manifest.step, self.manifest.attempt):
+            raise Damaged(f"{self.folder}/{under.file} must belong to attempt {self.manifest.attempt}, but does not")
+        return child
+
+    def _text(self, path: str, most: int) -> bytes:
+        if (size := self.store.size(path)) > most:
+            raise Damaged(f"{self.store.name}/{path} must have at most {most} bytes, but has {size}")
+        return self.store.read(path)
+
+
+class _Buffers(threading.local):
+    """One buffer a thread, on a page, used again and again: fresh memory costs more than a read."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, RUN_BYTES + _PAGE)
+
+    def of(self, length: int) -> memoryview:
+        """A buffer of this length; the one before it is no longer valid."""
+        if length > len(self._map):
+            self._map = mmap.mmap(-1, length)
+        return memoryview(self._map)[:length]
+
+
+def _damage(path: str, stored: Stored, crc: int) -> str:
+    where = f"bytes {stored.chunk.at} to {stored.chunk.at + stored.bytes}, {stored.name}{list(stored.chunk.offset)}"
+    return f"{path} is damaged in {where}: crc32c must be {stored.chunk.crc32c:08x}, but is {crc:08x}"
+
+
+def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stored]:
+    for name, held in leaf.tensors.items():
+        boxes = None if wanted is None else wanted.get(name, ())
+        for chunk in held.chunks:
+            if boxes is None or any(overlap(chunk.box, box) for box in boxes):
+                yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype])
+
+
+def _runs(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:
+    """Chunks of a pack that lie close together."""
+    run: list[Stored] = []
+    for stored in chunks:
+        if run:
+            last = run[-1]
+            near = stored.pack == last.pack and stored.chunk.at - (last.chunk.at + last.bytes) <= _GAP
+            if not near or stored.chunk.at + stored.bytes - run[0].chunk.at > RUN_BYTES:
+                yield run
+                run = []
+        run.append(stored)
+    if run:
+        yield run

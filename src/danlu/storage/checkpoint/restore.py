@@ -1,0 +1,141 @@
+"""Fill tensors of any layout from a checkpoint of any other, and prove that they hold what was saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from danlu.storage.checkpoint.boxes import Box, volume
+from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
+from danlu.storage.checkpoint.manifest import ITEMSIZE, Damaged, Manifest
+from danlu.storage.checkpoint.pieces import DTYPES, Piece, local_bytes
+from danlu.storage.checkpoint.reader import Reader, Stored
+from danlu.storage.hashing import copy_and_hash, crc32c
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+_WORD = 2**64
+
+
+class WrongTensors(ValueError):  # noqa: N818 - it is what was asked for
+    """A checkpoint does not have what is to be filled; the message names the tensors."""
+
+
+def fill(
+    reader: Reader, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], on_bytes: Callable[[int], None]
+) -> None:
+    """Fill what this rank holds of `tensors`, in place; every chunk is checked before this returns."""
+    _check(reader.manifest, tensors)
+    wanted: dict[str, list[Box]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.name, []).append(piece.box)
+    chunks = reader.find(wanted)
+    reader.fetch(chunks, _Filling(tensors, _read_items(reader.manifest, tensors, chunks)).take, on_bytes)
+
+
+@dataclass
+class _Filling:
+    """Where every chunk goes: a chunk may serve several boxes, and a box needs several chunks."""
+
+    tensors: Mapping[str, Tensor]
+    items: Mapping[tuple[str, tuple[int, ...]], Sequence[ReadItem]]
+
+    def take(self, stored: Stored, content: memoryview) -> int:
+        items = self.items.get((stored.name, stored.chunk.offset), ())
+        local = _local(self.tensors[stored.name])
+        if len(items) == 1 and (whole := _whole_target(items[0], stored, local)) is not None:
+            return copy_and_hash(content, whole.numpy().data)
+        crc = crc32c(content)
+        if crc == stored.chunk.crc32c and items:
+            source = torch.frombuffer(content, dtype=local.dtype).reshape(stored.chunk.size)
+            for item in items:
+                _narrowed(local, item.dest_offsets, item.lengths).copy_(
+                    _narrowed(source, item.storage_offsets, item.lengths)
+                )
+        return crc
+
+
+def sums_of(tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> dict[str, int]:
+    """Fingerprints of what this rank would write of every tensor."""
+    sums: dict[str, int] = {}
+    for piece in pieces:
+        if piece.replica == 0:
+            raw = local_bytes(tensors[piece.name]).cpu().numpy().data
+            bits = as_bits(raw, ITEMSIZE[piece.dtype], piece.box[1])
+            sums[piece.name] = (sums.get(piece.name, 0) + fingerprint(bits, piece.box[0])) % _WORD
+    return sums
+
+
+def _check(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    wrong = []
+    for name, tensor in tensors.items():
+        saved = manifest.tensors.get(name)
+        if saved is None:
+            wrong.append(f"{name} is not in it")
+        elif (saved.dtype, saved.shape) != (DTYPES.get(tensor.dtype), tuple(tensor.shape)):
+            wrong.append(
+                f"{name} is {saved.dtype} {list(saved.shape)} in it, but {tensor.dtype} {list(tensor.shape)} here"
+            )
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise WrongTensors(f"the checkpoint of step {manifest.step} does not fit: " + "; ".join(wrong[:5]) + more)
+
+
+def _read_items(
+    manifest: Manifest, tensors: Mapping[str, Tensor], chunks: Sequence[Stored]
+) -> dict[tuple[str, tuple[int, ...]], list[ReadItem]]:
+    """PyTorch's planner says which part of which chunk goes where."""
+    by_name: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
+    for stored in chunks:
+        by_name[stored.name].append(
+            ChunkStorageMetadata(torch.Size(stored.chunk.offset), torch.Size(stored.chunk.size))
+        )
+    metadata = Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=_TORCH[manifest.tensors[name].dtype]),
+                torch.Size(manifest.tensors[name].shape),
+                found,
+            )
+            for name, found in by_name.items()
+        }
+    )
+    items: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+    needed = dict.fromkeys(tensors, 0)
+    for item in create_default_local_load_plan(dict(tensors), metadata).items:
+        assert item.storage_index.offset is not None
+        items.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
+        needed[item.storage_index.fqn] += volume(tuple(item.lengths))
+    for name, elements in needed.items():
+        if elements != (held := _local(tensors[name]).numel()):
+            raise Damaged(
+                f"{name}: {held} elements are to be filled, but the chunks that are there hold {elements} of them"
+            )
+    return items
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _whole_target(item: ReadItem, stored: Stored, local: Tensor) -> Tensor | None:
+    """The bytes a whole chunk goes to, where they lie together in this processor's memory."""
+    if local.device.type != "cpu" or tuple(item.lengths) != stored.chunk.size:
+        return None
+    target = _narrowed(local, item.dest_offsets, item.lengths)
+    return target.reshape(-1).view(torch.uint8) if target.is_contiguous() else None

@@ -1,0 +1,217 @@
+"""The background of a save: copy into host memory, write, commit, protect; and how each save ended."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from danlu.storage.checkpoint.commit import await_leaf, commit, folder_of, pack_name
+from danlu.storage.checkpoint.drain import parts, weigh
+from danlu.storage.checkpoint.manifest import Chunk, Leaf, open_manifest
+from danlu.storage.checkpoint.parity_packs import Group, Member, group_count, group_of, keeper_of, write_parity
+from danlu.storage.checkpoint.shelf import Shelf
+from danlu.storage.checkpoint.slots import Slot, Slots
+from danlu.storage.checkpoint.staging import PackPlan, stage
+from danlu.storage.local_store import LocalStore
+from danlu.storage.store import Store
+
+SLOTS = 2
+"""Buffers in host memory: one is filled while the other drains."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended on this rank."""
+
+    step: int
+    path: str
+    stall: float
+    """Seconds the training waited."""
+    seconds: float
+    """From the wish to the last byte."""
+    bytes: int
+    """That this rank wrote."""
+    failure: str = ""
+    """Why it did not come about; empty if it did."""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Of every `group` packs `parity` may be lost or rotten, and are still read."""
+
+    parity: int = 0
+    group: int = 8
+
+
+@dataclass
+class Save:
+    """One save under way on this rank."""
+
+    step: int
+    attempt: str
+    rank: int
+    world: int
+    plan: PackPlan
+    root: Mapping[str, Any]
+    """What the manifest has beside its tree."""
+    began: float
+    slot: Slot
+    stall: float = 0.0
+    chunks: Sequence[Sequence[Chunk]] = ()
+
+
+class Saver:
+    """Takes one save after the other off the training's hands."""
+
+    def __init__(
+        self, store: Store, shelf: Shelf, staging: Path, rank: int, patience: float, protection: Protection
+    ) -> None:
+        self.store = store
+        self.shelf = shelf
+        self.patience = patience
+        self.protection = protection
+        self.slots = Slots(staging, rank, SLOTS)
+        self.memory = LocalStore(staging)
+        """This host's memory, where the newest saves of its ranks can be read."""
+        self.failed = False
+        """Whether a save failed here that other ranks may still be waiting for."""
+        self._staging = staging
+        self._pools = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"danlu-{name}") for name in ("stage", "drain", "weigh")
+        ]
+        self._stager, self._drainer, self._weigher = self._pools
+        self._copying: Future[None] | None = None
+        self._outcomes: list[Outcome] = []
+        self._under_way: set[str] = set()
+        self._given_up: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        with self._lock:
+            return bool(self._under_way)
+
+    def start(self, save: Save, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to copy; `settle` before a tensor changes."""
+        with self._lock:
+            self._under_way.add(save.attempt)
+        self._copying = self._stager.submit(self._stage, save, tensors)
+
+    def settle(self) -> float:
+        """Wait until tensors may change again; the seconds it took."""
+        began = time.perf_counter()
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.result()
+        return time.perf_counter() - began
+
+    def tell(self, outcome: Outcome) -> None:
+        """Note how a save ended."""
+        with self._lock:
+            self._outcomes.append(outcome)
+
+    def outcomes(self) -> list[Outcome]:
+        """Saves that ended since this was last asked."""
+        with self._lock:
+            ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def give_up(self) -> None:
+        """Stop waiting for the leaves of other ranks: one of them has failed."""
+        with self._lock:
+            self._given_up |= self._under_way
+            self.failed = False
+
+    def copies(self, path: str) -> Iterable[Store]:
+        """Stores nearer than the shared one that hold a file."""
+        try:
+            return (self.memory,) if self.memory.size(path) else ()
+        except OSError:
+            return ()
+
+    def close(self) -> None:
+        """End the threads and give the memory back."""
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.slots.close()
+
+    def _stage(self, save: Save, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            save.slot.withdraw()
+            save.chunks = stage(save.plan, tensors, save.slot.view)
+            save.slot.publish(self._staging / folder_of(save.step) / pack_name(save.attempt, save.rank))
+        except BaseException as error:
+            self._ended(save, f"{type(error).__name__}: {error}")
+            raise
+        self._drainer.submit(self._drain, save)
+
+    def _drain(self, save: Save) -> None:
+        try:
+            self._persist(save)
+        except Exception as error:  # whatever it is, it is an event and not the end of the run
+            self._ended(save, f"{type(error).__name__}: {error}")
+        else:
+            self._ended(save, "")
+
+    def _persist(self, save: Save) -> None:
+        pack = pack_name(save.attempt, save.rank)
+        weighing = self._weigher.submit(weigh, save.plan, save.chunks, save.slot.view)
+        try:
+            if save.plan.bytes:
+                self.store.write(f"{folder_of(save.step)}/{pack}", parts(save.slot.view, save.plan.bytes))
+        finally:
+            weighed = weighing.result()  # it reads the buffer, which is given back after this
+        leaf = Leaf(
+            step=save.step,
+            attempt=save.attempt,
+            writer=save.rank,
+            pack=pack,
+            bytes=save.plan.bytes,
+            finite=weighed.finite,
+            tensors=weighed.tensors,
+        )
+        text = commit(self.store, leaf, save.world, save.root, self.patience, self._stopped(save))
+        if text is not None:
+            self.shelf.added(open_manifest(text, pack))
+        if self.protection.parity:
+            self._protect(save)
+
+    def _protect(self, save: Save) -> None:
+        """Write the parity of the group that is this rank's to keep, if one is."""
+        world, size = save.world, self.protection.group
+        for group in range(group_count(world, size)):
+            if keeper_of(group, world, size) != save.rank:
+                continue
+            writers = [writer for writer in range(world) if group_of(writer, world, size) == group]
+            leaves = [
+                await_leaf(self.store, save.step, save.attempt, writer, self.patience, self._stopped(save))
+                for writer in writers
+            ]
+            members = tuple(Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in leaves if leaf.bytes)
+            if members:
+                made = Group(
+                    step=save.step,
+                    attempt=save.attempt,
+                    group=group,
+                    members=members,
+                    parity=self.protection.parity,
+                )
+                write_parity(self.store, self.copies, folder_of(save.step), made)
+
+    def _stopped(self, save: Save) -> Callable[[], bool]:
+        return lambda: save.attempt in self._given_up
+
+    def _ended(self, save: Save, failure: str) -> None:
+        seconds = time.perf_counter() - save.began
+        path = f"{self.store.name}/{folder_of(save.step)}"
+        self.slots.give_back(save.slot)
+        with self._lock:
+            self._outcomes.append(Outcome(save.step, path, save.stall, seconds, save.plan.bytes, failure))
+            self._under_way.discard(save.attempt)
+            self.failed = self.failed or bool(failure)

@@ -1,0 +1,102 @@
+"""Buffers in this host's shared memory: filled by a save, drained in the background, readable by every process here."""
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+_PAGE = 4096
+
+
+class Slot:
+    """A buffer in shared memory: it outlives the process that filled it, and is there before it is needed.
+
+    Its pages are taken when it is made, so that the first save is as quick as the others. What a process that died left
+    in a buffer of this name stays readable where it was published.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.size = -(-max(size, 1) // _PAGE) * _PAGE
+        self.published: Path | None = None
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)  # a new file: the one of a dead process may be published, and must not change
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.size)  # here, not at a page fault, a full memory shows itself
+            self._map = mmap.mmap(descriptor, self.size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        finally:
+            os.close(descriptor)
+        self.view = memoryview(self._map)
+
+    def publish(self, path: Path) -> None:
+        """Give what is in the buffer a name, under which any process of this host reads it without a copy."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        path.hardlink_to(self.path)
+        self.published = path
+
+    def withdraw(self) -> None:
+        """Take the name back, before the buffer is filled again."""
+        if self.published is not None:
+            self.published.unlink(missing_ok=True)
+            self.published = None
+
+    def close(self) -> None:
+        """Let go of the memory and remove it."""
+        self.withdraw()
+        self.view.release()
+        self._map.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Slots:
+    """A few buffers of one rank, as large as its saves."""
+
+    def __init__(self, folder: Path, rank: int, count: int) -> None:
+        self.count = count
+        self._paths = [folder / f"{rank:06d}-{number}" for number in range(count)]
+        self._all: list[Slot] = []
+        self._free: list[Slot] = []
+        self._lock = threading.Lock()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every buffer is still being drained."""
+        with self._lock:
+            return len(self._all) == self.count and not self._free
+
+    def make(self, size: int) -> None:
+        """Make all of them now."""
+        with self._lock:
+            while len(self._all) < self.count:
+                self._free.append(self._new(size))
+
+    def take(self, size: int) -> Slot:
+        """A free buffer of at least this size; ask `exhausted` first."""
+        with self._lock:
+            slot = self._free.pop(0) if self._free else None  # the one that was filled longest ago
+            if slot is not None and slot.size >= size:
+                return slot
+            if slot is not None:
+                self._all.remove(slot)
+                slot.close()
+            return self._new(size)
+
+    def give_back(self, slot: Slot) -> None:
+        """It is drained; what it holds stays readable until it is taken again."""
+        with self._lock:
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """Remove them."""
+        with self._lock:
+            for slot in self._all:
+                slot.close()
+            self._all, self._free = [], []
+
+    def _new(self, size: int) -> Slot:
+        taken = {slot.path for slot in self._all}
+        slot = Slot(next(path for path in self._paths if path not in taken), size)
+        self._all.append(slot)
+        return slot
