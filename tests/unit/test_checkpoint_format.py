@@ -12,7 +12,17 @@ from danlu.storage.checkpoint.boxes import around, cut, overlap, volume
 from danlu.storage.checkpoint.commit import SaveFailed, commit, folder_of, leaf_name, levels, pack_name
 from danlu.storage.checkpoint.drain import all_finite
 from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
-from danlu.storage.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Leaf, Manifest, open_manifest, parse, text_of
+from danlu.storage.checkpoint.manifest import (
+    MANIFEST,
+    Chunk,
+    Damaged,
+    Held,
+    Leaf,
+    Manifest,
+    open_manifest,
+    parse,
+    text_of,
+)
 from danlu.storage.checkpoint.reader import Reader, only_hash
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.hashing import crc32c

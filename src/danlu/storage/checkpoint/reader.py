@@ -43,6 +43,23 @@ class Stored:
     chunk: Chunk
     bytes: int
 
+    def damaged(self, path: str, found: int) -> str:
+        """What to say of it when its bytes in `path` have another crc32c."""
+        return (
+            f"{path} is damaged in bytes {self.chunk.at} to {self.chunk.at + self.bytes}, {self.name}"
+            f"{list(self.chunk.offset)}: crc32c must be {self.chunk.crc32c:08x}, but is {found:08x}"
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something of a checkpoint that is not as it was written."""
+
+    tensor: str
+    """Whose bytes are concerned; several names are joined by commas, none is empty."""
+    file: str
+    message: str
+
 
 class Take(Protocol):
     """What is done with a chunk whose bytes are there; it answers with their crc32c."""
@@ -71,7 +88,7 @@ class Reader:
 
     def find(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> list[Stored]:
         """Chunks that hold something of what is wanted (boxes by name), or all; by pack and place in it."""
-        found = [each for leaf in self.leaves(wanted) for each in _of(leaf, wanted)]
+        found = [each for leaf in self.leaves(wanted) for each in chunks_of(leaf, wanted)]
         return sorted(found, key=lambda each: (each.pack, each.chunk.at))
 
     def leaves(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Leaf]:
@@ -80,44 +97,55 @@ class Reader:
 
     def fetch(self, chunks: Sequence[Stored], take: Take, on_bytes: Callable[[int], None] = lambda done: None) -> None:
         """Read chunks, several runs at a time, and hand each to `take`; `Damaged` names those that are not right."""
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="danlu-read") as pool:
-            outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), _runs(chunks))
-            wrong = [line for lines in outcomes for line in lines]
+        wrong = [fault.message for fault in self.faults(chunks, take, on_bytes)]
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise Damaged(f"{self.store.name}/{self.folder}: " + "; ".join(wrong[:5]) + more)
 
-    def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[str]:
+    def faults(
+        self, chunks: Sequence[Stored], take: Take = only_hash, on_bytes: Callable[[int], None] = lambda done: None
+    ) -> list[Fault]:
+        """The same, with everything that is not right as a list; empty if all is as it was written."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="danlu-read") as pool:
+            outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), runs_of(chunks))
+            return [fault for faults in outcomes for fault in faults]
+
+    def child(self, node: Node, under: Under) -> Leaf | Node:
+        """A leaf or node, as its parent `node` names it; `Damaged` or FileNotFoundError if it is not that."""
+        path = f"{self.folder}/{under.file}"
+        text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
+        if node.level == 1:
+            return self._own(open_child(Leaf, text, under, where), under)
+        child = self._own(open_child(Node, text, under, where), under)
+        if child.level != node.level - 1:
+            raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
+        return child
+
+    def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[Fault]:
         # From a page on, so that a store can read past the cache straight into the buffer.
         start, end = run[0].chunk.at // _PAGE * _PAGE, run[-1].chunk.at + run[-1].bytes
         path, content = f"{self.folder}/{run[0].pack}", self._buffers.of(end - start)
         try:
             self.store.read_into(path, start, content)
         except (OSError, EOFError) as error:
-            return [f"{path} cannot be read from byte {start} to {end}: {error}"]
+            names = ", ".join(sorted({stored.name for stored in run}))
+            return [Fault(names, path, f"{path} cannot be read from byte {start} to {end}: {error}")]
         wrong = []
         for stored in run:
             at = stored.chunk.at - start
             found = take(stored, content[at : at + stored.bytes])
             if found != stored.chunk.crc32c:
-                wrong.append(
-                    f"{path} is damaged in bytes {stored.chunk.at} to {stored.chunk.at + stored.bytes}, {stored.name}"
-                    f"{list(stored.chunk.offset)}: crc32c must be {stored.chunk.crc32c:08x}, but is {found:08x}"
-                )
+                wrong.append(Fault(stored.name, path, stored.damaged(path, found)))
         on_bytes(end - start)
         return wrong
 
     def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Leaf]:
         children = node.children if wanted is None else within_reach(node, wanted)
         for under in children:
-            path = f"{self.folder}/{under.file}"
-            text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
-            if node.level == 1:
-                yield self._own(open_child(Leaf, text, under, where), under)
+            child = self.child(node, under)
+            if isinstance(child, Leaf):
+                yield child
             else:
-                child = self._own(open_child(Node, text, under, where), under)
-                if child.level != node.level - 1:
-                    raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
                 yield from self._below(child, wanted)
 
     def _own(self, child: T, under: Under) -> T:
@@ -144,7 +172,8 @@ class _Buffers(threading.local):
         return memoryview(self._map)[:length]
 
 
-def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stored]:
+def chunks_of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Stored]:
+    """What a leaf lists, or what of it is wanted."""
     for name, held in leaf.tensors.items():
         boxes = None if wanted is None else wanted.get(name, ())
         for chunk in held.chunks:
@@ -152,7 +181,7 @@ def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stor
                 yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype])
 
 
-def _runs(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:
+def runs_of(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:
     """Chunks of a pack that lie close together."""
     run: list[Stored] = []
     for stored in chunks:

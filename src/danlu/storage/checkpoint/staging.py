@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from danlu.storage.checkpoint.boxes import Box, cut, volume
+from danlu.storage.checkpoint.boxes import Box, cut, laid_out, volume
 from danlu.storage.checkpoint.manifest import ITEMSIZE, Chunk
-from danlu.storage.checkpoint.pieces import Piece, laid_out, local_bytes
+from danlu.storage.checkpoint.pieces import Piece, local_bytes
 from danlu.storage.hashing import copy_and_hash, crc32c
 
 CHUNK_BYTES = 16 << 20
