@@ -63,6 +63,8 @@ class Proof:
     was: Mapping[str, int]
     """Ranks on every axis when it was saved."""
     tensors: int
+    saved: int
+    """Tensors in the checkpoint."""
     bytes: int
     differing: Sequence[str]
 
@@ -320,7 +322,7 @@ class Checkpoints:
                 f"{self.store.name}/{reader.folder}: {', '.join(differing[:5])} must have the fingerprints that were "
                 f"saved, but {len(differing)} of {len(manifest.tensors)} tensors differ on the {_world()} ranks now"
             )
-        return Proof(manifest.step, manifest.layout, sum(held), manifest.bytes, differing)
+        return Proof(manifest.step, manifest.layout, sum(held), len(held), manifest.bytes, differing)
 
     def _slot(self, size: int) -> Slot:
         """A free buffer of at least this size."""

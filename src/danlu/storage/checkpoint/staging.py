@@ -88,14 +88,17 @@ def _stage_one(place: Place, tensor: Tensor, into: memoryview) -> list[Chunk]:
     for box, at in zip(place.boxes, place.at, strict=True):
         length = volume(box[1]) * ITEMSIZE[place.piece.dtype]
         target = into[at : at + length]
-        part = source[done : done + length]
-        if part.device.type == "cpu":
-            crc = copy_and_hash(part.numpy().data, target)
-        else:  # the bytes are first seen by this processor where the chip has put them
-            torch.frombuffer(target, dtype=torch.uint8).copy_(part)
-            crc = crc32c(target)
+        crc = copied(source[done : done + length], target)
         chunks.append(Chunk(offset=box[0], size=box[1], at=at, crc32c=crc))
         done += length
     if done != source.numel():
         raise RuntimeError(f"{place.piece.name}: {source.numel()} bytes are held, but its place in the pack has {done}")
     return chunks
+
+
+def copied(part: Tensor, target: memoryview) -> int:
+    """Copy bytes of a tensor into host memory, and return their crc32c."""
+    if part.device.type == "cpu":
+        return copy_and_hash(part.numpy().data, target)
+    torch.frombuffer(target, dtype=torch.uint8).copy_(part)
+    return crc32c(target)  # the bytes are first seen by this processor where the chip has put them
