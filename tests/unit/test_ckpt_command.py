@@ -198,6 +198,8 @@ def test_diff_tells_shapes_and_scalars(tmp_path: Path, danlu: Danlu) -> None:
     assert "shape       model.w  F32 6 × 4 → F32 3 × 4" in out
     assert "scalar      cursor  40 → 48" in out
     assert "optimizer.step  max |Δ| 1, 1 of 1 elements" in out and "first at []" in out
+    code, out, _ = danlu("ckpt", "diff", f"{tmp_path}@5", f"{tmp_path}@6", "--match", "model.half", "--json")
+    assert code == 0 and json.loads(out)["equal"] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`danlu ckpt diff`: what two checkpoints do not share, whatever layouts wrote them."""
 
 import json
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ _SIDE = "RUN[@STEP]"
 def diff(
     first: Annotated[str, typer.Argument(metavar=_SIDE, help="A run, a folder of checkpoints or s3://…")],
     second: Annotated[str, typer.Argument(metavar=_SIDE, help="What to hold it against.")],
+    match: Annotated[str, typer.Option(metavar="PATTERN", help="Only tensors such as 'model.*'.")] = "*",
     values: Annotated[bool, typer.Option("--values", help="Read the tensors that differ, and say how far.")] = False,
     folder: Runs = RUNS,
     settings: Settings = None,
@@ -28,7 +30,7 @@ def diff(
     """Compare two checkpoints by fingerprints, without reading data; exit code 1 if they are not the same."""
     with told_plainly():
         one, two = (find_place(name, folder, settings).reader() for name in (first, second))
-        found = differ(one.manifest, two.manifest)
+        found = differ(one.manifest, two.manifest, lambda name: fnmatchcase(name, match))
         distances = _distances(one, two, found.different) if values else {}
     if as_json:
         typer.echo(json.dumps(_figures(one.manifest, two.manifest, found, distances), indent=2))

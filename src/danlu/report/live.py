@@ -115,7 +115,7 @@ class Live:
     def _print_line(self, *, last: bool) -> None:
         """A plain line for the first step and the last, and in between at most every few seconds."""
         step, now = self.story.step, self._clock()
-        if step == self._printed_step or self.story.last is None:
+        if step == self._printed_step or not recent(self.story):
             return
         if not (last or self._printed_step is None or now - self._printed_at >= self._every):
             return

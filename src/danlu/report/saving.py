@@ -1,17 +1,17 @@
 """What there is to say of saves and resumes: in a line, in a table, on the page."""
 
 from html import escape
+from math import prod
 
 from danlu.report import wording
 from danlu.report.story import Story
 from danlu.spec import Rehearsed, Resumed, Saved
+from danlu.spec.plan import DENSE_AXES
 
 
 def layout_words(axes: dict[str, int]) -> str:
-    """Axes and the ranks they multiply to: `shard 2 · tp 2, 4 ranks`."""
-    world = 1
-    for degree in axes.values():
-        world *= degree
+    """Axes and the ranks they multiply to, as experts' ranks are those of others: `shard 2 · tp 2 · ep 2, 4 ranks`."""
+    world = prod(degree for axis, degree in axes.items() if axis in DENSE_AXES)
     named = " · ".join(f"{axis} {degree}" for axis, degree in axes.items())
     return f"{named}, {world:,} ranks" if named else "1 rank"
 

@@ -39,10 +39,10 @@ class Difference:
         return not (self.only_first or self.only_second or self.reshaped or self.different)
 
 
-def differ(first: Manifest, second: Manifest) -> Difference:
+def differ(first: Manifest, second: Manifest, wanted: Callable[[str], bool] = lambda name: True) -> Difference:
     """Compare without reading data: fingerprints do not depend on the layouts that wrote."""
     found = Difference()
-    for name in sorted(first.tensors.keys() | second.tensors.keys()):
+    for name in sorted(filter(wanted, first.tensors.keys() | second.tensors.keys())):
         a, b = first.tensors.get(name), second.tensors.get(name)
         if b is None:
             found.only_first.append(name)

@@ -77,7 +77,7 @@ def _tensor(archive: zipfile.ZipFile, where: str, dtype: Dtype, shape: tuple[int
     itemsize = ITEMSIZE[dtype]
     flat = np.frombuffer(raw, dtype=_UNSIGNED[itemsize], count=len(raw) // itemsize)
     view = np.lib.stride_tricks.as_strided(flat[first:], size, [stride * itemsize for stride in strides])
-    return memoryview(np.ascontiguousarray(view).reshape(-1)).cast("B")
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
 
 
 def _described(made: Any, where: str) -> tuple[str, int, tuple[int, ...], tuple[int, ...], Dtype]:
