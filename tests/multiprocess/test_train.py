@@ -118,16 +118,16 @@ def test_wrong_layout_is_refused_before_anything_starts(folder: Path, whole: dic
     assert not (folder / "runs" / "refused").exists()
 
 
-def test_a_store_without_room_ends_the_run_before_its_first_step(folder: Path, whole: dict[int, float]) -> None:
-    run(folder, "train", "small.toml", "--name", "roomless")
-    made = RunFolder(folder / "runs" / "roomless")
+def test_a_store_that_takes_nothing_ends_the_run_before_its_first_step(folder: Path, whole: dict[int, float]) -> None:
+    run(folder, "train", "small.toml", "--name", "closed")
+    made = RunFolder(folder / "runs" / "closed")
     shutil.rmtree(made.checkpoints)
-    made.checkpoints.write_text("a file, where a folder is needed")
+    made.checkpoints.symlink_to("/proc/nowhere")  # where nobody may write, not even root
     made.events.unlink()
-    output = run(folder, "train", "--resume", "roomless", code=1)
+    output = run(folder, "train", "--resume", "closed", code=1)
     assert "NotReady" in output and "does not take checkpoints" in output
-    assert losses(folder, "roomless") == {}
-    assert "has no checkpoint to go on from" in run(folder, "resume", "roomless", code=2)
+    assert losses(folder, "closed") == {}
+    assert "has no checkpoint to go on from" in run(folder, "resume", "closed", code=2)
 
 
 def test_failure_names_the_rank(folder: Path, whole: dict[int, float]) -> None:

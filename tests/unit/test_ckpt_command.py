@@ -58,6 +58,7 @@ def pack_of(run: RunFolder, step: int) -> Path:
 
 def test_ls_tells_every_state(run: RunFolder, danlu: Danlu) -> None:
     (run.checkpoints / "step-00000004" / MANIFEST).write_text("{}")
+    (run.checkpoints / "step-00000006").mkdir()  # nothing is in it, so nothing is told of it
     code, out, err = danlu("ckpt", "ls", "mine")
     assert code == 0
     rows = [line.split() for line in out.splitlines()]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from danlu.cli.ckpt_place import told_plainly
 from danlu.cli.prepare import RUNS
 from danlu.cli.train import resumed_run, train_run
 from danlu.report.runs import find_run
@@ -34,9 +35,10 @@ def resume(
 def _refuse_without_checkpoint(run: RunFolder) -> None:
     """Without a checkpoint a run would start anew, which is not what was asked for."""
     shelf = Shelf(open_store(str(run.checkpoints)), keep=1)
-    if shelf.steps():
-        return
-    there = [f"step {step} is set aside" for step in shelf.quarantined()]
+    with told_plainly():
+        if shelf.steps():
+            return
+        there = [f"step {step} is set aside" for step in shelf.quarantined()]
     words = "; ".join(there) or "none was saved"
     typer.echo(
         f"{run.name} has no checkpoint to go on from: {words}\n"

@@ -30,12 +30,12 @@ class Entry:
 
 def inventory(store: Store) -> list[Entry]:
     """Every step's folder in a store, oldest first, whatever its state."""
-    return [_entry(store, step) for step in Shelf(store, keep=1).folders()]
+    found = [(step, store.list(folder_of(step))) for step in Shelf(store, keep=1).folders()]
+    return [_entry(store, step, names) for step, names in found if names]  # some stores show folders that are empty
 
 
-def _entry(store: Store, step: int) -> Entry:
+def _entry(store: Store, step: int, names: list[str]) -> Entry:
     folder = folder_of(step)
-    names = store.list(folder)
     file = next((name for name in (MANIFEST, QUARANTINE) if name in names), None)
     if file is None:
         return Entry(step, "incomplete", None, len(names))
