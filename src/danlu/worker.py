@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from math import ceil
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from danlu.chips.registry import find
 from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import Mesh, build_mesh
 from danlu.framework.build import build
+from danlu.framework.continuity import Continuity, continuity
 from danlu.framework.feed import Feed
 from danlu.framework.guard import stop_on_signal
 from danlu.framework.journal import Journal
@@ -25,7 +27,19 @@ from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
 from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights
-from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Started, load_cluster, load_plan, load_recipe
+from danlu.spec import (
+    Cluster,
+    Ended,
+    Event,
+    Recipe,
+    Resumed,
+    RunFolder,
+    Started,
+    Warned,
+    load_cluster,
+    load_plan,
+    load_recipe,
+)
 from danlu.spec.event import PeakSource
 from danlu.spec.recipe import has_experts
 from danlu.storage.checkpoint.checkpoints import open_checkpoints
@@ -45,7 +59,7 @@ def run_worker(run: RunFolder, place: Place) -> None:
         join(place, _backend(chip, place), meet(place))
         try:
             mesh = build_mesh(plan, device, place.rank, cluster, experts=has_experts(recipe.model))
-            _train(run, recipe, mesh, chip, cluster, stop)
+            _train(run, recipe, mesh, chip, cluster, stop, first_on_host=place.local_rank == 0)
         except Exception as error:
             # At once: the other ranks fail for want of this one, and whoever looks for the culprit asks who was first.
             sys.stderr.write(f"{failure_line(place.rank, error)}\n")
@@ -67,6 +81,8 @@ def _train(
     chip: Descriptor,
     cluster: Cluster | None,
     stop: Callable[[], bool],
+    *,
+    first_on_host: bool,
 ) -> None:
     state, forward_backward = build(recipe, mesh.plan, mesh)
     checkpoints = open_checkpoints(run.checkpoints, recipe.checkpoint.keep, mesh.device, mesh.plan.degrees.model_dump())
@@ -74,8 +90,10 @@ def _train(
     keeper = Keeper(checkpoints, recipe.checkpoint, mesh.rank, mesh.plan.degrees.world, early.append)
     if not keeper.resume(state) and recipe.weights:
         load_weights(state.parts, recipe.model, Path(recipe.weights))
+    keeper.rehearse(state, first_on_host=first_on_host, between_failures=_between_failures(mesh, cluster))
     shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
-    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
+    data = Dataset(shards, recipe.batch.length, recipe.seed)
+    feed = Feed(data, recipe.batch, recipe.model.vocabulary, mesh)
     peak, source = _peak(recipe, mesh, cluster)
     size, work = weigh(recipe)
     started = Started(
@@ -94,7 +112,7 @@ def _train(
     with Journal(run, state.step) if mesh.rank == 0 else nullcontext() as journal:
         write: Callable[[Event], None] = journal.write if journal else lambda event: None
         keeper.write = write
-        for event in (started, *early):
+        for event in (started, *(_with_continuity(early, run, data) if journal else ())):
             write(event)
         train(
             recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, keeper.maybe_save, stop,
@@ -103,6 +121,44 @@ def _train(
         checkpoints.close()
         outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
         write(Ended(time=time.time(), step=state.step, outcome=outcome))
+
+
+def _between_failures(mesh: Mesh, cluster: Cluster | None) -> float | None:
+    """Mean seconds between failures of the whole run: it fails as often as any of its nodes."""
+    if cluster is None or cluster.failures is None:
+        return None
+    return cluster.failures.node_mtbf / ceil(mesh.plan.degrees.world / cluster.chips_per_node)
+
+
+def _with_continuity(events: list[Event], run: RunFolder, data: Dataset) -> list[Event]:
+    """What was found when the run resumed, with what the run's history says of its samples."""
+    told: list[Event] = []
+    for event in events:
+        if isinstance(event, Resumed):
+            found = _continuity(event, run, data)
+            if found is not None:
+                event = event.model_copy(update={"repeated": found.repeated, "skipped": found.skipped})
+                told += _discontinuity(event)
+        told.append(event)
+    return told
+
+
+def _continuity(event: Resumed, run: RunFolder, data: Dataset) -> Continuity | None:
+    try:
+        history = list(run.read_events())
+    except ValueError:  # a line that is no event: whoever shows the run names it, and nothing is claimed of samples
+        return None
+    return continuity(history, event.step, event.samples, data.length, data.samples, data.seed)
+
+
+def _discontinuity(event: Resumed) -> list[Event]:
+    if not event.repeated and not event.skipped:
+        return []
+    message = (
+        f"the checkpoint of step {event.step} counts {event.samples} samples, but the steps up to it consumed others: "
+        f"{event.repeated} are read again and {event.skipped} never; was the length of a sequence or the batch changed?"
+    )
+    return [Warned(time=event.time, rank=0, message=message)]
 
 
 def _backend(chip: Descriptor, place: Place) -> str:

@@ -11,7 +11,13 @@ import pytest
 from source_tree import PACKAGE, ROOT, rooms
 
 WITHOUT_TORCH = ["danlu.spec", "danlu.cost", "danlu.planner", "danlu.report", "danlu.scheduler", "danlu.cli"]
-COMMANDS_WITHOUT_TORCH = [["--help"], ["--version"], ["check", "--help"]]
+COMMANDS_WITHOUT_TORCH = [
+    ["--help"],
+    ["--version"],
+    ["check", "--help"],
+    ["ckpt", "--help"],
+    ["import", "dcp", "--help"],
+]
 
 # Every module of the room is imported, not only what its door happens to pull in.
 IMPORT_ALL = """
@@ -105,6 +111,25 @@ def test_help_leaves_torch_alone(arguments: list[str]) -> None:
     result = fresh(RUN_COMMAND, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "danlu" in result.stdout
+
+
+MAKE_CHECKPOINT = """
+import sys
+import numpy as np
+from danlu.storage.checkpoint.single import tensor_of, write_single
+from danlu.storage.store import open_store
+write_single(open_store(sys.argv[1]), 4, [tensor_of("w", "F32", np.zeros(3, np.float32))], {})
+sys.exit("torch was imported" if "torch" in sys.modules else 0)
+"""
+
+
+def test_checkpoints_are_written_and_looked_at_without_torch(tmp_path: Path) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    result = fresh(MAKE_CHECKPOINT, one)
+    assert result.returncode == 0, result.stderr
+    for arguments in (["ls", one], ["verify", one], ["show", one], ["copy", one, two], ["diff", one, two, "--values"]):
+        result = fresh(RUN_COMMAND, "ckpt", *arguments)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_an_import_of_torch_is_caught(copy: Path) -> None:

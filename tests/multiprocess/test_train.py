@@ -1,6 +1,7 @@
 """`danlu train` as a user runs it: from recipe to page, stopped by an interrupt, resumed at another layout."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.spec import Ended, RunFolder, Started, StepReport
+from danlu.spec import Ended, Rehearsed, Resumed, RunFolder, Started, StepReport
 
 RECIPE = """
 name = "small"
@@ -97,7 +98,13 @@ def test_interrupt_saves_and_resume_goes_on(folder: Path, whole: dict[int, float
     made = RunFolder(folder / "runs" / "stopped")
     recipe = made.recipe.read_text()
     made.recipe.write_text(recipe.replace("steps = 10000", f"steps = {len(before) + 3}"))
-    run(folder, "train", "--resume", "stopped", "--nproc", "1")
+    output = run(folder, "resume", "stopped", "--nproc", "1")
+    proof = [line.split(maxsplit=1) for line in output.splitlines() if line.startswith("  ")]
+    (resumed,) = [event for event in made.read_events() if isinstance(event, Resumed)]
+    assert ["was", "shard 2, 2 ranks"] in proof and ["now", "1 rank"] in proof
+    assert (resumed.tensors, resumed.samples) == (resumed.saved, 8 * len(before))
+    assert ["samples", f"{8 * len(before)} consumed, 0 repeated, 0 skipped"] in proof
+    assert sum(isinstance(event, Rehearsed) for event in made.read_events()) == 2
     after = losses(folder, "stopped")
     assert sorted(after) == list(range(1, len(before) + 4))
     common = [step for step in after if step in whole]
@@ -109,6 +116,18 @@ def test_wrong_layout_is_refused_before_anything_starts(folder: Path, whole: dic
     output = run(folder, "train", "small.toml", "--plan", "plan.toml", "--name", "refused", code=2)
     assert "plan.toml:2" in output
     assert not (folder / "runs" / "refused").exists()
+
+
+def test_a_store_that_takes_nothing_ends_the_run_before_its_first_step(folder: Path, whole: dict[int, float]) -> None:
+    run(folder, "train", "small.toml", "--name", "closed")
+    made = RunFolder(folder / "runs" / "closed")
+    shutil.rmtree(made.checkpoints)
+    made.checkpoints.symlink_to("/proc/nowhere")  # where nobody may write, not even root
+    made.events.unlink()
+    output = run(folder, "train", "--resume", "closed", code=1)
+    assert "NotReady" in output and "does not take checkpoints" in output
+    assert losses(folder, "closed") == {}
+    assert "has no checkpoint to go on from" in run(folder, "resume", "closed", code=2)
 
 
 def test_failure_names_the_rank(folder: Path, whole: dict[int, float]) -> None:

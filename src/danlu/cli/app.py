@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from danlu import __version__
-from danlu.cli import data, export_hf, import_hf
+from danlu.cli import ckpt, data, export_hf, import_hf
 from danlu.cli.catalogue import catalogue
 from danlu.cli.check import check
 from danlu.cli.chips import chips
@@ -14,6 +14,7 @@ from danlu.cli.dryrun import dryrun
 from danlu.cli.launch import launch
 from danlu.cli.plan import plan
 from danlu.cli.probe import probe
+from danlu.cli.resume import resume
 from danlu.cli.runs import runs
 from danlu.cli.schema import schema
 from danlu.cli.show import show
@@ -49,6 +50,7 @@ def _danlu(
 
 
 app.command()(train)
+app.command()(resume)
 app.command()(launch)
 app.command()(runs)
 app.command()(show)
@@ -57,6 +59,7 @@ app.command()(plan)
 app.command()(dryrun)
 app.command()(probe)
 app.command()(validate)
+app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
 app.add_typer(import_hf.app, name="import")
 app.add_typer(export_hf.app, name="export")

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from danlu.cli.hf_outcome import Compare, Json, Tolerance, compare_and_tell, weights_progress
+from danlu.cli.import_checkpoint import import_dcp, import_megatron, import_safetensors
 
-app = typer.Typer(help="Models from elsewhere into Danlu's form.", no_args_is_help=True)
+app = typer.Typer(help="Models and checkpoints from elsewhere into Danlu's form.", no_args_is_help=True)
 
 
 @app.callback()
@@ -40,3 +41,8 @@ def import_hf(
     raise typer.Exit(
         compare_and_tell(figures, model, folder, lambda: imported_decoder(output, model), tolerance, compare, as_json)
     )
+
+
+app.command("dcp")(import_dcp)
+app.command("megatron")(import_megatron)
+app.command("safetensors")(import_safetensors)

@@ -33,7 +33,9 @@ def train(
     if (recipe is None) == (resume is None):
         raise typer.BadParameter("give a recipe to start a run, or --resume RUN to go on with one")
     if resume is not None:
-        run = _resumed(resume, nproc, plan, cluster, name)
+        if name is not None:
+            raise typer.BadParameter("a resumed run keeps its name: leave --name out")
+        run = resumed_run(resume, nproc, plan, cluster)
     else:
         assert recipe is not None
         world = _world(nproc, plan)
@@ -41,7 +43,7 @@ def train(
     world = load_plan(run.plan).degrees.world
     if plan is None and resume is None and world > 1:
         console.print(f"no plan given: states sharded over all {world} ranks (plain FSDP)")
-    raise typer.Exit(_train(run, world, console))
+    raise typer.Exit(train_run(run, world, console))
 
 
 def _world(nproc: int | None, plan: Path | None) -> int:
@@ -56,11 +58,9 @@ def _world(nproc: int | None, plan: Path | None) -> int:
     return needed
 
 
-def _resumed(name: str, nproc: int | None, plan: Path | None, cluster: str | None, new_name: str | None) -> RunFolder:
+def resumed_run(name: str, nproc: int | None, plan: Path | None, cluster: str | None, folder: Path = RUNS) -> RunFolder:
     """The folder of a run to go on with, its plan and cluster replaced if others are given."""
-    if new_name is not None:
-        raise typer.BadParameter("a resumed run keeps its name: leave --name out")
-    run = find_run(name, RUNS)
+    run = find_run(name, folder)
     if plan is None and nproc in (None, load_plan(run.plan).degrees.world):
         plan = run.plan
     if cluster is None and run.cluster.exists():
@@ -84,7 +84,7 @@ def _refuse_finished(run: RunFolder) -> None:
         raise SpecError([problem_at(run.recipe, line, "steps", message, "raise it to train on")])
 
 
-def _train(run: RunFolder, world: int, console: Console) -> int:
+def train_run(run: RunFolder, world: int, console: Console) -> int:
     """Start the ranks, show them, and end with the page; the exit code."""
     recipe = load_recipe(run.recipe)
     ranks_text = f"{world} rank{'s' * (world > 1)}"

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from danlu.framework.state import TrainState
-from danlu.spec.event import Event, Resumed, Saved, Warned
+from danlu.spec.event import Event, Rehearsed, Resumed, Saved, Warned
 from danlu.spec.recipe import Checkpoint
 from danlu.storage.checkpoint.checkpoints import Checkpoints, Outcome
 from danlu.storage.checkpoint.commit import SaveFailed
 from danlu.storage.checkpoint.manifest import Damaged
+from danlu.storage.checkpoint.rehearsal import rehearse
 
 
 @dataclass
@@ -46,12 +47,23 @@ class Keeper:
             was = {axis: degree for axis, degree in proof.was.items() if degree > 1}
             self.write(
                 Resumed(
-                    time=time.time(), step=step, was=was, now=now, tensors=proof.tensors, bytes=proof.bytes,
-                    samples=state.cursor,
+                    time=time.time(), step=step, was=was, now=now, tensors=proof.tensors, saved=proof.saved,
+                    bytes=proof.bytes, samples=state.cursor,
                 )
             )  # fmt: skip
             return True
         return False
+
+    def rehearse(self, state: TrainState, *, first_on_host: bool, between_failures: float | None) -> None:
+        """Before the first step, see that saves can be made, and tell what they cost; raises `NotReady` if not."""
+        found = rehearse(self.checkpoints, state.tensors(), first_on_host=first_on_host)
+        self.write(
+            Rehearsed(
+                time=time.time(), bytes=found.bytes, seconds=found.seconds, stall=found.stall, free=found.free,
+                bandwidth=found.bandwidth,
+                interval=None if between_failures is None else found.interval(between_failures),
+            )
+        )  # fmt: skip
 
     def maybe_save(self, state: TrainState, last: bool) -> None:
         """Save every so many steps in the background; when the run ends or is stopped, and wait until it is there."""

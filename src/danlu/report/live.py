@@ -13,9 +13,10 @@ from rich.text import Text
 
 from danlu.report import wording
 from danlu.report.runs import summary_table
+from danlu.report.saving import proof_rows, rehearsal_words, saved_words
 from danlu.report.story import Story
 from danlu.report.tail import EventTail
-from danlu.spec import Event, RunFolder, Started, StepReport, Warned
+from danlu.spec import Event, Rehearsed, Resumed, RunFolder, Saved, Started, StepReport, Warned
 
 WINDOW = 20
 """Newest steps that speed, time left and trend are taken from."""
@@ -40,6 +41,8 @@ class Live:
         self._printed_step: int | None = None
         self._printed_at = 0.0
         self._screen: rich_live.Live | None = None
+        self._saved: Saved | None = None
+        """The newest save since this line is shown."""
         self._warned: set[str] = set()
         self._told_problems = 0
         self.story.add(self._tail.new())
@@ -73,7 +76,15 @@ class Live:
             self._print_line(last=True)
 
     def _tell(self, fresh: list[Event]) -> None:
-        """Print every new warning once, above the line."""
+        """Print every new warning once, above the line; a resume with its proof, and what saving will cost."""
+        self._saved = next((event for event in reversed(fresh) if isinstance(event, Saved)), self._saved)
+        for event in fresh:
+            if isinstance(event, Resumed):
+                self._console.print(Text(f"resumed from step {event.step:,}", style="bold"))
+                for name, words in proof_rows(event):
+                    self._console.print(Text.assemble((f"  {name:<9}", "dim"), words), soft_wrap=True)
+            elif isinstance(event, Rehearsed):
+                self._console.print(Text(rehearsal_words(event), style="dim"), soft_wrap=True)
         messages = [f"rank {event.rank}: {event.message}" for event in fresh if isinstance(event, Warned)]
         messages += [str(problem) for problem in self._tail.problems[self._told_problems :]]
         self._told_problems = len(self._tail.problems)
@@ -97,18 +108,21 @@ class Live:
             Text(_left_words(self.story), style="dim"),
         )
         line = Text.assemble(("loss ", "dim"), *_figures(self.story), overflow="ellipsis", no_wrap=True)
+        if self._saved:
+            line.append(f"  {saved_words(self._saved)}", "dim")
         self._screen.update(Group(bar, line), refresh=True)
 
     def _print_line(self, *, last: bool) -> None:
         """A plain line for the first step and the last, and in between at most every few seconds."""
         step, now = self.story.step, self._clock()
-        if step == self._printed_step or self.story.last is None:
+        if step == self._printed_step or not recent(self.story):
             return
         if not (last or self._printed_step is None or now - self._printed_at >= self._every):
             return
         self._printed_step, self._printed_at = step, now
         figures = "".join(part if isinstance(part, str) else part[0] for part in _figures(self.story))
         line = f"step {_progress_words(self.story)}  loss {figures}"
+        line += f"  {saved_words(self._saved)}" if self._saved else ""
         left = _left_words(self.story)
         self._console.print(
             f"{line}  {left}" if left else line, soft_wrap=True, markup=False, highlight=False, emoji=False

@@ -10,6 +10,7 @@ from danlu.report import wording
 from danlu.report.chart import Curve, Marks, binary_unit, draw
 from danlu.report.frame import MARK, document, facts_list, footer, moment, tile_row
 from danlu.report.layout import layout
+from danlu.report.saving import resumes_card, saves_card
 from danlu.report.story import Story, read_story
 from danlu.spec import Cluster, Plan, Recipe, RunFolder, SpecError, load_cluster, load_plan, load_recipe
 
@@ -57,7 +58,8 @@ def _page(
         _charts(story),
         f"<h2>Layout</h2>{layout(plan, recipe, cluster)}" if plan else "",
         _warnings(story, notes),
-        _checkpoints(story),
+        resumes_card(story),
+        saves_card(story),
         _files(run),
         footer(),
     ]
@@ -235,21 +237,6 @@ def _warnings(story: Story, notes: list[str]) -> str:
         often = f" · {times:,} times" if times > 1 else ""
         items.append(f"<li>{escape(message)} <small>rank {rank}{often}</small></li>")
     return f'<h2>Warnings</h2><div class="card"><ul class="warnings">{"".join(items)}</ul></div>' if items else ""
-
-
-def _checkpoints(story: Story) -> str:
-    if not story.saves:
-        return ""
-    rows = "".join(
-        f'<tr><td class="number">{saved.step:,}</td><td class="number">{wording.duration(saved.seconds)}</td>'
-        f'<td class="wide"><code>{escape(saved.path)}</code></td></tr>'
-        for _, saved in sorted(story.saves.items())
-    )
-    return (
-        f'<details class="card"><summary>Checkpoints<small>{len(story.saves):,}</small></summary>'
-        '<table><tr><th class="number">step</th><th class="number">took</th><th>where</th></tr>'
-        f"{rows}</table></details>"
-    )
 
 
 def _files(run: RunFolder) -> str:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from danlu.report import wording
+from danlu.report.saving import samples_words, short, tensors_words
 from danlu.report.story import State, Story, read_story
 from danlu.spec import RunFolder, SpecError, Started, load_recipe
 from danlu.spec.problem import nearest, problem_at
@@ -196,6 +197,13 @@ def _summary_rows(run: RunFolder, story: Story) -> list[tuple[str, str]]:
         ("tokens", wording.count(story.tokens)),
         ("time", wording.duration(story.seconds)),
     ]
+    if story.saves:
+        rows.append(("saved", _saves_words(story)))
+    if story.resumes:
+        event = story.resumes[-1]
+        rows.append(
+            ("resumed", f"from step {event.step:,}: {tensors_words(event)} tensors equal, {samples_words(event)}")
+        )
     if story.warnings:
         rows.append(("warnings", f"{len(story.warnings):,}"))
     if story.end and story.end.message:
@@ -210,6 +218,12 @@ def _mfu_words(mfu: float | None, paced_by: Started | None) -> str:
     if paced_by is None:
         return wording.MISSING
     return f"{wording.percent(mfu)} of {wording.flops(paced_by.peak)}, {paced_by.peak_source}"
+
+
+def _saves_words(story: Story) -> str:
+    newest, stalls = max(story.saves), [saved.stall for saved in story.saves.values() if saved.stall is not None]
+    waited = f", training waited {short(max(stalls))} at most" if stalls else ""
+    return f"{len(story.saves):,} checkpoint{'s' * (len(story.saves) != 1)}, the newest of step {newest:,}{waited}"
 
 
 def _loss_words(story: Story) -> str:

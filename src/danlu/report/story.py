@@ -8,7 +8,7 @@ from statistics import median
 from typing import Literal
 
 from danlu.report.tail import EventTail
-from danlu.spec import Ended, Event, Problem, Resumed, RunFolder, Saved, Started, StepReport, Warned
+from danlu.spec import Ended, Event, Problem, Rehearsed, Resumed, RunFolder, Saved, Started, StepReport, Warned
 
 State = Literal["not started", "unfinished", "finished", "failed", "stopped"]
 
@@ -20,6 +20,10 @@ class Story:
     starts: list[Started] = field(default_factory=list)
     saves: dict[int, Saved] = field(default_factory=dict)
     """By step; a step saved again after a restart counts once."""
+    resumes: list[Resumed] = field(default_factory=list)
+    """Every time the run went on from a checkpoint, with its proof."""
+    rehearsal: Rehearsed | None = None
+    """What the newest start found out about saving."""
     warnings: list[Warned] = field(default_factory=list)
     end: Ended | None = None
     """How the run ended; None while it goes on, or when nobody was left to say."""
@@ -54,7 +58,9 @@ class Story:
             case Saved():
                 self.saves[event.step] = event
             case Resumed():
-                pass  # the start before it has the step; the proof is for whoever asks for it
+                self.resumes.append(event)
+            case Rehearsed():
+                self.rehearsal = event
             case Warned():
                 self.warnings.append(event)
             case Ended():

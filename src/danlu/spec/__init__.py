@@ -1,7 +1,7 @@
 """The vocabulary every room speaks: frozen, strict descriptions that round-trip through text. No torch."""
 
 from danlu.spec.cluster import Chip, Cluster, Failures, Level, Tier
-from danlu.spec.event import Ended, Event, Resumed, Saved, Started, StepReport, Warned
+from danlu.spec.event import Ended, Event, Rehearsed, Resumed, Saved, Started, StepReport, Warned
 from danlu.spec.load import load_cluster, load_plan, load_recipe
 from danlu.spec.model import Model, Moe, RopeScaling
 from danlu.spec.plan import Degrees, Pipeline, Plan
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Recipe",
+    "Rehearsed",
     "Resumed",
     "RopeScaling",
     "RunFolder",

@@ -79,10 +79,35 @@ class Resumed(Description):
     now: dict[str, int]
     """The same of the mesh that goes on."""
     tensors: int
-    """Tensors whose fingerprints, over all ranks, are those that were saved: all of them."""
+    """Tensors whose fingerprints, over all ranks, are those that were saved."""
+    saved: int | None = None
+    """Tensors in the checkpoint."""
     bytes: int
     samples: int
-    """Samples consumed; the next one is read next, so none is repeated and none skipped."""
+    """Samples consumed: the number of the next one."""
+    repeated: int | None = None
+    """Samples that are read again though what they taught was kept; None where the run's events do not reach back."""
+    skipped: int | None = None
+    """Samples that are never read; None as above."""
+
+
+class Rehearsed(Description):
+    """Before the first step, a save was tried out: the store takes it, and this is what it will cost."""
+
+    kind: Literal["rehearsed"] = "rehearsed"
+    time: float
+    bytes: int
+    """Of one save, over all ranks."""
+    seconds: float
+    """From the wish to save to the last byte, at the speed of a probe."""
+    stall: float
+    """Seconds the training will wait, at the speed its tensors were copied with."""
+    bandwidth: float
+    """Bytes a second that all hosts wrote together."""
+    free: int | None = None
+    """Bytes left in the store; None where nobody can tell."""
+    interval: float | None = None
+    """Seconds between saves that lose least to failures, by Young's formula; None where no failure rate is known."""
 
 
 class Warned(Description):
@@ -104,7 +129,7 @@ class Ended(Description):
     message: str = ""
 
 
-Event = Annotated[Started | StepReport | Saved | Resumed | Warned | Ended, Field(discriminator="kind")]
+Event = Annotated[Started | StepReport | Saved | Resumed | Rehearsed | Warned | Ended, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 

@@ -1,11 +1,12 @@
 """Rectangles in a tensor's global coordinates: an offset and a size for every dimension."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 Extent = tuple[int, ...]
 Box = tuple[Extent, Extent]
 """Offset and size."""
+_LINE, _PAGE, _LARGE = 64, 4096, 1 << 20
 
 
 def volume(size: Extent) -> int:
@@ -50,3 +51,13 @@ def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
     rows = max(1, most // max(row, 1))
     for start in range(0, size[0], rows):
         yield (offset[0] + start, *offset[1:]), (min(rows, size[0] - start), *size[1:])
+
+
+def laid_out(sizes: Sequence[int]) -> Iterator[int]:
+    """Where in a pack buffers of these sizes begin; large ones on a page, so that they can be read past the cache."""
+    at = 0
+    for size in sizes:
+        step = _PAGE if size >= _LARGE else _LINE
+        at = -(-at // step) * step
+        yield at
+        at += size

@@ -44,6 +44,8 @@ class Proof:
     """Ranks on every axis when it was saved."""
     tensors: int
     """Tensors that were compared; none differs."""
+    saved: int
+    """Tensors in the checkpoint."""
     bytes: int
 
 
@@ -68,12 +70,13 @@ class Checkpoints:
         self.patience = patience
         self.mended: list[str] = []
         """What was found damaged in one place while loading, and taken from another."""
-        self._ranks = Ranks(device)
-        self._saver = Saver(store, self.shelf, staging, self._ranks.rank, patience, protection or Protection())
+        self.ranks = Ranks(device)
+        """All that save and load together."""
+        self._saver = Saver(store, self.shelf, staging, self.ranks.rank, patience, protection or Protection())
 
     def latest(self) -> int | None:
         """The newest complete and finite checkpoint, or None; rank 0 looks, as another rank's file system may lag."""
-        newest = self._ranks.from_first(lambda: max(self.shelf.steps(), default=-1))
+        newest = self.ranks.from_first(lambda: max(self.shelf.steps(), default=-1))
         return None if newest < 0 else newest
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
@@ -91,7 +94,7 @@ class Checkpoints:
         (outcome,) = self.outcomes()
         for each in earlier:
             self._saver.tell(each)
-        if self._ranks.any(bool(outcome.failure)):
+        if self.ranks.any(bool(outcome.failure)):
             raise SaveFailed(outcome.failure or f"{outcome.path} could not be saved by another rank")
         return outcome
 
@@ -114,7 +117,7 @@ class Checkpoints:
         plan = PackPlan.of(pieces(tensors, plain_replica))
         root = {"scalars": dict(scalars), "layout": self.layout, "written": time.time()}
         slot = self._saver.slots.take(plan.bytes)
-        save = Save(step, attempt, self._ranks.rank, self._ranks.world, plan, root, began, slot)
+        save = Save(step, attempt, self.ranks.rank, self.ranks.world, plan, root, began, slot)
         self._saver.start(save, tensors)
         if not overlap:
             self.settle()
@@ -134,12 +137,12 @@ class Checkpoints:
         self.settle()
         deadline = time.monotonic() + self.patience
         while True:
-            busy, failed, late = self._ranks.any_of([self._saver.busy, self._saver.failed, time.monotonic() > deadline])
+            busy, failed, late = self.ranks.any_of([self._saver.busy, self._saver.failed, time.monotonic() > deadline])
             if failed or late:
                 self._saver.give_up()
             if not busy:
                 return
-            if self._ranks.any(time.monotonic() > deadline + _LAST_CHANCE):
+            if self.ranks.any(time.monotonic() > deadline + _LAST_CHANCE):
                 raise SaveFailed(f"{self.store.name} must take a save within {self.patience:g} s, but did not")
             time.sleep(_POLL)
 
@@ -159,7 +162,7 @@ class Checkpoints:
         except Damaged as error:
             failure = str(error)
         self.mended += reader.mended
-        if self._ranks.any(bool(failure)):
+        if self.ranks.any(bool(failure)):
             raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
         return dict(reader.manifest.scalars), self._prove(reader, tensors, mine)
 
@@ -176,11 +179,11 @@ class Checkpoints:
 
     def _agree(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
         """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
-        if self._ranks.from_first(lambda: step in self.shelf.all_steps()):
+        if self.ranks.from_first(lambda: step in self.shelf.all_steps()):
             where = f"{self.store.name}/{folder_of(step)}"
             raise SaveFailed(f"checkpoint {where} must be new, but exists already; it is left as it is")
         flags = (_BUSY if self._saver.slots.exhausted else 0) | (_FAILED if self._saver.failed else 0)
-        words = self._ranks.gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
+        words = self.ranks.gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
         if any(word & _FAILED for _, word in words):
             self._saver.give_up()  # a rank without its leaf: nobody needs to wait for it any longer
         if any(word & _BUSY for _, word in words):
@@ -188,25 +191,25 @@ class Checkpoints:
         return f"{words[0][1] & (_BUSY - 1):08x}", self._alike_before([word for word, _ in words])
 
     def _plain_replica(self, tensors: Mapping[str, Tensor]) -> int:
-        return self._alike_before([word for (word,) in self._ranks.gather([plain_set(tensors)])])
+        return self._alike_before([word for (word,) in self.ranks.gather([plain_set(tensors)])])
 
     def _alike_before(self, words: Sequence[int]) -> int:
         """Ranks before this one with the same word."""
-        return words[: self._ranks.rank].count(words[self._ranks.rank])
+        return words[: self.ranks.rank].count(words[self.ranks.rank])
 
     def _prove(self, reader: Reader, tensors: Mapping[str, Tensor], mine: Sequence[Piece]) -> Proof:
         """Add up the fingerprints of all ranks and hold them against the manifest's."""
         saved, sums = reader.manifest.tensors, sums_of(tensors, mine)
-        held = self._ranks.any_of([name in tensors for name in saved])
-        found = self._ranks.sums([sums.get(name, 0) for name in saved])
+        held = self.ranks.any_of([name in tensors for name in saved])
+        found = self.ranks.sums([sums.get(name, 0) for name in saved])
         triples = zip(saved.items(), found, held, strict=True)
         differing = [name for (name, tensor), total, asked in triples if asked and total != tensor.fingerprint]
         if differing:
             raise Damaged(
                 f"{self.store.name}/{reader.folder}: {', '.join(differing[:5])} must have the fingerprints that were "
-                f"saved, but {len(differing)} of {sum(held)} tensors differ on the {self._ranks.world} ranks now"
+                f"saved, but {len(differing)} of {sum(held)} tensors differ on the {self.ranks.world} ranks now"
             )
-        return Proof(reader.manifest.step, reader.manifest.layout, sum(held), reader.manifest.bytes)
+        return Proof(reader.manifest.step, reader.manifest.layout, sum(held), len(held), reader.manifest.bytes)
 
 
 def open_checkpoints(

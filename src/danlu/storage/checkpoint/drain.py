@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,9 @@ from numpy.typing import NDArray
 from danlu.storage.checkpoint.boxes import volume
 from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
 from danlu.storage.checkpoint.manifest import ITEMSIZE, Chunk, Dtype, Held
-from danlu.storage.checkpoint.staging import PackPlan
+
+if TYPE_CHECKING:  # importers weigh numbers too, and need no torch
+    from danlu.storage.checkpoint.staging import PackPlan
 
 _EXPONENT: dict[Dtype, int] = {
     "F64": 0x7FF << 52,
@@ -31,7 +34,7 @@ class Weighed:
     finite: bool
 
 
-def weigh(plan: PackPlan, chunks: Sequence[Sequence[Chunk]], staged: memoryview) -> Weighed:
+def weigh(plan: "PackPlan", chunks: Sequence[Sequence[Chunk]], staged: memoryview) -> Weighed:
     """Fingerprint of every tensor, and whether all numbers are finite."""
     tensors: dict[str, Held] = {}
     finite = True

@@ -4,7 +4,7 @@ PyTorch's checkpoint planner says where a rank's part lies in the whole tensor. 
 by one of them, chosen without asking: along replicated axes of its mesh by its name, so that replicas share the work.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -78,19 +78,6 @@ def local_bytes(tensor: Tensor) -> Tensor:
     """The bytes of what this rank holds of a tensor, row by row: a view where it is contiguous."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def laid_out(sizes: Sequence[int]) -> Iterator[int]:
-    """Where in a pack buffers of these sizes begin; large ones on a page, so that they can be read past the cache."""
-    at = 0
-    for size in sizes:
-        step = _PAGE if size >= _LARGE else _LINE
-        at = -(-at // step) * step
-        yield at
-        at += size
-
-
-_LINE, _PAGE, _LARGE = 64, 4096, 1 << 20
 
 
 def _replica(name: str, tensor: DTensor) -> int:

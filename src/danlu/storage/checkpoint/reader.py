@@ -3,7 +3,7 @@
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -23,7 +23,7 @@ from danlu.storage.checkpoint.manifest import (
     open_child,
     open_manifest,
 )
-from danlu.storage.checkpoint.parity_packs import mended
+from danlu.storage.checkpoint.parity_packs import Copies, mended
 from danlu.storage.checkpoint.tree import within_reach
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store
@@ -45,6 +45,23 @@ class Stored:
     chunk: Chunk
     bytes: int
 
+    def damaged(self, path: str, found: int) -> str:
+        """What to say of it when its bytes in `path` have another crc32c."""
+        return (
+            f"{path} is damaged in bytes {self.chunk.at} to {self.chunk.at + self.bytes}, {self.name}"
+            f"{list(self.chunk.offset)}: crc32c must be {self.chunk.crc32c:08x}, but is {found:08x}"
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something of a checkpoint that is not as it was written."""
+
+    tensor: str
+    """Whose bytes are concerned; several names are joined by commas, none is empty."""
+    file: str
+    message: str
+
 
 class Take(Protocol):
     """What is done with a chunk whose bytes are there; it answers with their crc32c."""
@@ -65,8 +82,8 @@ class Reader:
     A chunk is taken from the nearest copy of its pack that has it right; one that no copy has is mended from parity.
     """
 
-    def __init__(self, store: Store, step: int, copies: Callable[[str], Iterable[Store]] = lambda pack: ()) -> None:
-        """`copies` names stores that may hold a pack (`step-…/….pack`) nearer than `store`, nearest first."""
+    def __init__(self, store: Store, step: int, copies: Copies = lambda path: ()) -> None:
+        """`copies` names stores that may hold a file (`step-…/….pack`) nearer than `store`, nearest first."""
         self.store = store
         self.folder = folder_of(step)
         self.read_from: Counter[str] = Counter()
@@ -82,7 +99,7 @@ class Reader:
 
     def find(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> list[Stored]:
         """Chunks that hold something of what is wanted (boxes by name), or all; by pack and place in it."""
-        found = [each for leaf in self.leaves(wanted) for each in _of(leaf, wanted)]
+        found = [each for leaf in self.leaves(wanted) for each in chunks_of(leaf, wanted)]
         return sorted(found, key=lambda each: (each.pack, each.chunk.at))
 
     def leaves(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Leaf]:
@@ -91,17 +108,34 @@ class Reader:
 
     def fetch(self, chunks: Sequence[Stored], take: Take, on_bytes: Callable[[int], None] = lambda done: None) -> None:
         """Read chunks, several runs at a time, and hand each to `take`; `Damaged` names those that are not right."""
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="danlu-read") as pool:
-            outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), _runs(chunks))
-            wrong = [line for lines in outcomes for line in lines]
+        wrong = [fault.message for fault in self.faults(chunks, take, on_bytes)]
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise Damaged("; ".join(wrong[:5]) + more)
 
-    def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[str]:
+    def faults(
+        self, chunks: Sequence[Stored], take: Take = only_hash, on_bytes: Callable[[int], None] = lambda done: None
+    ) -> list[Fault]:
+        """The same, with everything that is not right as a list; empty if all is as it was written."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="danlu-read") as pool:
+            outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), runs_of(chunks))
+            return [fault for faults in outcomes for fault in faults]
+
+    def child(self, node: Node, under: Under) -> Leaf | Node:
+        """A leaf or node, as its parent `node` names it; `Damaged` or FileNotFoundError if it is not that."""
+        path = f"{self.folder}/{under.file}"
+        text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
+        if node.level == 1:
+            return self._own(open_child(Leaf, text, under, where), under)
+        child = self._own(open_child(Node, text, under, where), under)
+        if child.level != node.level - 1:
+            raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
+        return child
+
+    def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[Fault]:
         """Take the chunks of a run from the nearest copies that have them; what is wrong with those that nobody has."""
         path = f"{self.folder}/{run[0].pack}"
-        wrong: dict[Stored, str] = {}
+        wrong: dict[Stored, Fault] = {}
         missing = list(run)
         for store in (*self._copies(path), self.store):
             found = self._from_copy(store, path, missing, take)
@@ -109,16 +143,16 @@ class Reader:
                 if stored not in found:
                     self.read_from[store.name] += stored.bytes
                     if stored in wrong:
-                        self.mended.append(f"{wrong[stored]}; taken from {store.name}")
+                        self.mended.append(f"{wrong[stored].message}; taken from {store.name}")
             wrong |= found
             missing = list(found)
             if not missing:
                 break
         left = [stored for stored in missing if not self._from_parity(stored, take, wrong[stored])]
         on_bytes(sum(stored.bytes for stored in run))
-        return [wrong[stored] for stored in left]
+        return list(dict.fromkeys(wrong[stored] for stored in left))
 
-    def _from_copy(self, store: Store, path: str, run: Sequence[Stored], take: Take) -> dict[Stored, str]:
+    def _from_copy(self, store: Store, path: str, run: Sequence[Stored], take: Take) -> dict[Stored, Fault]:
         """Read a run from one store; the chunks that are not right there, and why."""
         # From a page on, so that a store can read past the cache straight into the buffer.
         start, end = run[0].chunk.at // _PAGE * _PAGE, run[-1].chunk.at + run[-1].bytes
@@ -126,35 +160,33 @@ class Reader:
         try:
             store.read_into(path, start, content)
         except (OSError, EOFError) as error:
-            return dict.fromkeys(run, f"{store.name}/{path} cannot be read from byte {start} to {end}: {error}")
+            names = ", ".join(sorted({stored.name for stored in run}))
+            message = f"{store.name}/{path} cannot be read from byte {start} to {end}: {error}"
+            return dict.fromkeys(run, Fault(names, path, message))
         wrong = {}
         for stored in run:
             at = stored.chunk.at - start
             crc = take(stored, content[at : at + stored.bytes])
             if crc != stored.chunk.crc32c:
-                wrong[stored] = _damage(f"{store.name}/{path}", stored, crc)
+                wrong[stored] = Fault(stored.name, path, stored.damaged(f"{store.name}/{path}", crc))
         return wrong
 
-    def _from_parity(self, stored: Stored, take: Take, was: str) -> bool:
+    def _from_parity(self, stored: Stored, take: Take, was: Fault) -> bool:
         """Work a chunk out from the other packs of its group."""
         path = f"{self.folder}/{stored.pack}"
         for content in mended(self.store, self._copies, path, stored.chunk.at, stored.bytes):
             if crc32c(content) == stored.chunk.crc32c and take(stored, memoryview(content)) == stored.chunk.crc32c:
-                self.mended.append(f"{was}; mended from parity")
+                self.mended.append(f"{was.message}; mended from parity")
                 return True
         return False
 
     def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Leaf]:
         children = node.children if wanted is None else within_reach(node, wanted)
         for under in children:
-            path = f"{self.folder}/{under.file}"
-            text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
-            if node.level == 1:
-                yield self._own(open_child(Leaf, text, under, where), under)
+            child = self.child(node, under)
+            if isinstance(child, Leaf):
+                yield child
             else:
-                child = self._own(open_child(Node, text, under, where), under)
-                if child.level != node.level - 1:
-                    raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
                 yield from self._below(child, wanted)
 
     def _own(self, child: T, under: Under) -> T:
@@ -181,12 +213,8 @@ class _Buffers(threading.local):
         return memoryview(self._map)[:length]
 
 
-def _damage(path: str, stored: Stored, crc: int) -> str:
-    where = f"bytes {stored.chunk.at} to {stored.chunk.at + stored.bytes}, {stored.name}{list(stored.chunk.offset)}"
-    return f"{path} is damaged in {where}: crc32c must be {stored.chunk.crc32c:08x}, but is {crc:08x}"
-
-
-def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stored]:
+def chunks_of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Stored]:
+    """What a leaf lists, or what of it is wanted."""
     for name, held in leaf.tensors.items():
         boxes = None if wanted is None else wanted.get(name, ())
         for chunk in held.chunks:
@@ -194,7 +222,7 @@ def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stor
                 yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype])
 
 
-def _runs(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:
+def runs_of(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:
     """Chunks of a pack that lie close together."""
     run: list[Stored] = []
     for stored in chunks:

@@ -24,11 +24,15 @@ class Shelf:
 
     def all_steps(self) -> list[int]:
         """Steps with a manifest, oldest first."""
-        return [step for step in self._folders() if self._has(step, MANIFEST)]
+        return [step for step in self.folders() if self._has(step, MANIFEST)]
 
     def quarantined(self) -> list[int]:
         """Steps that were set aside."""
-        return [step for step in self._folders() if self._has(step, QUARANTINE)]
+        return [step for step in self.folders() if self._has(step, QUARANTINE)]
+
+    def folders(self) -> list[int]:
+        """Steps that have a folder, whatever is in it; oldest first."""
+        return sorted(int(found[1]) for name in self.store.list() if (found := _FOLDER.match(name)))
 
     def manifest(self, step: int) -> Manifest | None:
         """The manifest of a step, or None if it is not there or not what was written."""
@@ -57,9 +61,6 @@ class Shelf:
             return
         for old in self.steps()[: -self.keep]:
             self.remove(old)
-
-    def _folders(self) -> list[int]:
-        return sorted(int(found[1]) for name in self.store.list() if (found := _FOLDER.match(name)))
 
     def _has(self, step: int, file: str) -> bool:
         try:

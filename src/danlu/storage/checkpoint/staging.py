@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from danlu.storage.checkpoint.boxes import Box, cut, volume
+from danlu.storage.checkpoint.boxes import Box, cut, laid_out, volume
 from danlu.storage.checkpoint.manifest import ITEMSIZE, Chunk
-from danlu.storage.checkpoint.pieces import Piece, laid_out, local_bytes
+from danlu.storage.checkpoint.pieces import Piece, local_bytes
 from danlu.storage.hashing import copy_and_hash, crc32c
 
 CHUNK_BYTES = 16 << 20
@@ -58,14 +58,17 @@ def _stage_one(place: Place, tensor: Tensor, into: memoryview) -> list[Chunk]:
     for box, at in zip(place.boxes, place.at, strict=True):
         length = volume(box[1]) * ITEMSIZE[place.piece.dtype]
         target = into[at : at + length]
-        part = source[done : done + length]
-        if part.device.type == "cpu":
-            crc = copy_and_hash(part.numpy().data, target)
-        else:  # the bytes are first seen by this processor where the chip has put them
-            torch.frombuffer(target, dtype=torch.uint8).copy_(part)
-            crc = crc32c(target)
+        crc = copied(source[done : done + length], target)
         chunks.append(Chunk(offset=box[0], size=box[1], at=at, crc32c=crc))
         done += length
     if done != source.numel():
         raise RuntimeError(f"{place.piece.name}: {source.numel()} bytes are held, but its place in the pack has {done}")
     return chunks
+
+
+def copied(part: Tensor, target: memoryview) -> int:
+    """Copy bytes of a tensor into host memory, and return their crc32c."""
+    if part.device.type == "cpu":
+        return copy_and_hash(part.numpy().data, target)
+    torch.frombuffer(target, dtype=torch.uint8).copy_(part)
+    return crc32c(target)  # the bytes are first seen by this processor where the chip has put them

@@ -1,0 +1,82 @@
+"""Checkpoints copied to a real S3 server and back, by the commands a user gives."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from danlu.storage.checkpoint.single import tensor_of, write_single
+from danlu.storage.store import open_store
+
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest", "AWS_DEFAULT_REGION": "us-east-1"}
+IDENTITY = (
+    '{"identities": [{"name": "test", "credentials": [{"accessKey": "test", "secretKey": "testtest"}],'
+    ' "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}'
+)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on; the server takes each of them plus 10,000 as well."""
+    held = [socket.socket() for _ in range(count)]
+    for number, each in enumerate(held):
+        each.bind(("127.0.0.1", 20_000 + os.getpid() % 1000 * 10 + number))
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "identity.json").write_text(IDENTITY)
+    (tmp_path / "data").mkdir()
+    master, volume, filer, s3 = free_ports(4)
+    command = [str(Path(sys.executable).with_name("weed")), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command += [f"-dir={tmp_path / 'data'}", f"-master.port={master}", f"-volume.port={volume}", "-filer", "-s3"]
+    command += [f"-filer.port={filer}", f"-s3.port={s3}", f"-s3.config={tmp_path / 'identity.json'}"]
+    command += ["-master.volumeSizeLimitMB=64"]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield _with_bucket(f"http://127.0.0.1:{s3}", tmp_path / "log")
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _with_bucket(endpoint: str, log: Path) -> str:
+    make = f"import s3fs; s3fs.S3FileSystem(endpoint_url={endpoint!r}).call_s3('create_bucket', Bucket='demo')"
+    deadline = time.monotonic() + 90
+    while (tried := subprocess.run([sys.executable, "-c", make], capture_output=True, text=True)).returncode:
+        assert time.monotonic() < deadline, tried.stderr[-2000:] + log.read_text()[-2000:]
+        time.sleep(1)
+    return endpoint
+
+
+def danlu(*arguments: str) -> str:
+    command = [sys.executable, "-W", "error::ResourceWarning", "-m", "danlu", "ckpt", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_to_a_bucket_and_back(tmp_path: Path, endpoint: str) -> None:
+    numbers = np.random.default_rng(0).random((512, 300)).astype(np.float32)
+    for step in (4, 8):
+        write_single(open_store(str(tmp_path / "from")), step, [tensor_of("w", "F32", numbers + step)], {})
+    settings = ["--s3", f"endpoint={endpoint}"]
+    assert danlu("copy", str(tmp_path / "from"), "s3://demo/kept", *settings).count("every chunk checked") == 2
+    assert "was there already" in danlu("copy", f"{tmp_path / 'from'}@4", "s3://demo/kept", *settings)
+    assert danlu("verify", "s3://demo/kept", "--all", *settings).count(": good: 1 tensors") == 2
+    danlu("copy", "s3://demo/kept@8", str(tmp_path / "back"), *settings)
+    assert "1 of 1 shared tensors" in danlu("diff", f"{tmp_path / 'from'}@8", str(tmp_path / "back"), *settings)
+    danlu("rm", "s3://demo/kept@4", "--yes", *settings)
+    assert [line.split()[0] for line in danlu("ls", "s3://demo/kept", *settings).splitlines()] == ["step", "8"]

@@ -1,0 +1,46 @@
+"""Whether a resumed run goes on with the very next sample, reckoned from its events."""
+
+import pytest
+from made_runs import started, step
+
+from danlu.framework import continuity as room
+from danlu.framework.continuity import Continuity, continuity
+
+TEN_SAMPLES_A_STEP = [started(), *(step(number) for number in range(1, 8))]
+
+
+def found(history: list, cursor: int, *, at: int = 5, length: int = 100, samples: int = 37) -> Continuity | None:
+    return continuity(history, at, cursor, length, samples, seed=3)
+
+
+def test_a_cursor_that_fits_its_history() -> None:
+    assert found(TEN_SAMPLES_A_STEP, 50) == Continuity(0, 0)
+
+
+def test_a_cursor_behind_or_ahead_of_its_history() -> None:
+    assert found(TEN_SAMPLES_A_STEP, 42) == Continuity(repeated=8, skipped=0)
+    assert found(TEN_SAMPLES_A_STEP, 53) == Continuity(repeated=0, skipped=3)
+
+
+def test_another_length_shows_itself() -> None:
+    assert found(TEN_SAMPLES_A_STEP, 50, length=50) == Continuity(repeated=50, skipped=0)
+
+
+def test_a_batch_that_changed_on_the_way_is_reckoned_with() -> None:
+    history = [started(), *(step(n) for n in (1, 2, 3)), started(step=3), step(4, tokens=2000), step(5, tokens=2000)]
+    assert found(history, 70) == Continuity(0, 0)
+
+
+def test_steps_that_a_restart_took_again_count_once_as_taken_last() -> None:
+    history = [started(), *(step(n, tokens=500) for n in range(1, 5)), started(step=2), *(step(n) for n in (3, 4, 5))]
+    assert found(history, 2 * 5 + 3 * 10) == Continuity(0, 0)
+
+
+def test_a_history_with_a_gap_claims_nothing() -> None:
+    assert found([started(), step(1), step(3), step(4), step(5)], 50) is None
+    assert found([], 50) is None
+
+
+def test_an_order_that_is_none_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "shuffled", lambda indices, size, seed: indices % 4)
+    assert found(TEN_SAMPLES_A_STEP, 50) == Continuity(repeated=4, skipped=0)
