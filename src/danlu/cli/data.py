@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from danlu.storage.build import SHARD_TOKENS, Built, build
+from danlu.storage.index import Index
 from danlu.storage.tokenizer import BytesTokenizer, Tokenizer, open_tokenizer
-from danlu.storage.tokens import Index, OnProgress, TokenShards
+from danlu.storage.tokens import OnProgress, TokenShards
 
 app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_help=True)
 

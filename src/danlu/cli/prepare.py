@@ -13,8 +13,9 @@ from danlu.spec.check import Checked, check_all
 from danlu.spec.load import load_model
 from danlu.spec.plan import fully_sharded
 from danlu.spec.problem import problem_at, shown
+from danlu.storage.index import INDEX, read_index
 from danlu.storage.tokenizer import open_tokenizer
-from danlu.storage.tokens import INDEX, Dataset, TokenShards, read_index
+from danlu.storage.tokens import Dataset, TokenShards
 
 RUNS = Path("runs")
 """Where runs are kept, in the folder a command is started from."""
