@@ -18,19 +18,30 @@ from danlu.chips.registry import find
 from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import Mesh, build_mesh
 from danlu.framework.build import build
-from danlu.framework.feed import Feed
 from danlu.framework.guard import stop_on_signal
 from danlu.framework.journal import Journal
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
 from danlu.framework.state import TrainState
+from danlu.framework.supply import Supply
 from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights
-from danlu.spec import Cluster, Ended, Event, Recipe, RunFolder, Saved, Started, load_cluster, load_plan, load_recipe
+from danlu.spec import (
+    Cluster,
+    Ended,
+    Event,
+    Recipe,
+    RunFolder,
+    Saved,
+    Started,
+    Warned,
+    load_cluster,
+    load_plan,
+    load_recipe,
+)
 from danlu.spec.event import PeakSource
 from danlu.spec.recipe import has_experts
 from danlu.storage.checkpoint import Checkpoints
-from danlu.storage.tokens import Dataset, TokenShards
 
 PEAK_SECONDS = 1.0
 """Time spent on measuring the matrix-multiply peak where no cluster file has it."""
@@ -75,8 +86,7 @@ def _train(
         state.restore(checkpoints.load(newest, state.tensors()))
     elif recipe.weights:
         load_weights(state.parts, recipe.model, Path(recipe.weights))
-    shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
-    feed = Feed(Dataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh)
+    supply = Supply(run, recipe, mesh, state.cursor)
     peak, source = _peak(recipe, mesh, cluster)
     size, work = weigh(recipe)
     started = Started(
@@ -90,27 +100,39 @@ def _train(
         flops_per_token=work,
         peak=peak,
         peak_source=source,
-        baseline_loss=shards.index.unigram_loss,
+        baseline_loss=supply.data.baseline,
     )
     with Journal(run, state.step) if mesh.rank == 0 else nullcontext() as journal:
         write: Callable[[Event], None] = journal.write if journal else lambda event: None
         write(started)
-        save = partial(_save, recipe, checkpoints, write)
-        train(recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, save, stop)
+        save = partial(_save, recipe, checkpoints, supply, mesh.rank, write)
+        train(recipe, state, forward_backward, supply.feed, mesh, chip.runtime.memory_peak, write, save, stop)
         outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
         write(Ended(time=time.time(), step=state.step, outcome=outcome))
 
 
 def _save(
-    recipe: Recipe, checkpoints: Checkpoints, write: Callable[[Event], None], state: TrainState, last: bool
+    recipe: Recipe,
+    checkpoints: Checkpoints,
+    supply: Supply,
+    rank: int,
+    write: Callable[[Event], None],
+    state: TrainState,
+    last: bool,
 ) -> None:
-    """Save when it is time to: every so many steps, and when the run ends or is stopped."""
+    """Save when it is time to: every so many steps, and when the run ends or is stopped; then see what was appended."""
+    for message in supply.warnings():
+        write(Warned(time=time.time(), rank=rank, message=message))
+        if rank:  # rank 0 keeps the journal, the others have their logs
+            sys.stderr.write(f"rank {rank}: {message}\n")
     every = recipe.checkpoint.every
     if last or (every and state.step % every == 0):
         started = time.time()
         path = checkpoints.save(state.step, state.tensors(), state.scalars())
         now = time.time()
         write(Saved(time=now, step=state.step, path=path.name, seconds=now - started))
+        if not last:
+            supply.take_up(state.cursor)
 
 
 def _backend(chip: Descriptor, place: Place) -> str:

@@ -97,8 +97,8 @@ def build(
         return _built(journal.finish(progress), started, progress, resumed)
 
 
-def entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in nats of the distribution these counts describe."""
+def entropy(counts: NDArray[np.int64] | NDArray[np.float64]) -> float:
+    """Entropy in nats of the distribution these counts or shares describe."""
     share = counts[counts > 0] / counts.sum()
     return max(0.0, float(-(share * np.log(share)).sum()))
 

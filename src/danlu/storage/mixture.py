@@ -12,15 +12,11 @@ hence a source by less than the depth of its leaf: one in a mixture of two, at m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from math import gcd
 
 import numpy as np
 
+from danlu.spec.mixing import LARGEST_TOTAL
 from danlu.storage.order import Ints, derived_seed
-
-LARGEST_TOTAL = 2**31
-"""Above this sum of whole weights, a product within a period may leave 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,3 @@ class Mixture:
         goes_left = node.before(places + 1) > before
         self._deal(node.left, before[goes_left], rows[goes_left], sources, numbers)
         self._deal(node.right, (places - before)[~goes_left], rows[~goes_left], sources, numbers)
-
-
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in proportion to these, taken as the decimals a person wrote: 0.7 and 0.3 are 7:3."""
-    decimals = [Decimal(repr(weight)).normalize() for weight in weights]
-    digits = max(0, *(-int(decimal.as_tuple().exponent) for decimal in decimals))
-    whole = [int(decimal.scaleb(digits)) for decimal in decimals]
-    return tuple(weight // gcd(*whole) for weight in whole)
