@@ -169,6 +169,54 @@ def test_verify_finds_one_changed_bit(folder: Path) -> None:
         TokenShards.open(folder).verify()
 
 
+def test_a_flipped_bit_is_an_error_when_it_is_read(folder: Path) -> None:
+    raw = bytearray((folder / "00002.bin").read_bytes())
+    raw[10] ^= 1
+    (folder / "00002.bin").write_bytes(raw)
+    shards = TokenShards.open(folder)
+    assert shards.read(0, 74).tolist() == TOKENS[:74]
+    with pytest.raises(
+        SpecError, match=r"00002\.bin:1: block 0: is damaged: its CRC-32C is .* documents 0 to 0"
+    ) as caught:
+        shards.read(100, 30)
+    assert "tokens 74 to 110" in str(caught.value) and "danlu data build" in str(caught.value)
+
+
+def test_a_damaged_table_of_sums_is_an_error(folder: Path) -> None:
+    (folder / "00002.crc").write_bytes(b"\0\0\0\0")
+    with pytest.raises(SpecError, match=r"00002\.crc:1: content: has sha256"):
+        TokenShards.open(folder).read(100, 30)
+    with pytest.raises(SpecError, match=r"00002\.crc"):
+        TokenShards.open(folder).verify()
+
+
+def test_every_flipped_bit_of_a_block_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 500)
+    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
+    path = tmp_path / "shards" / "00000.bin"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        raw = bytearray(whole)
+        raw[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(raw)
+        with pytest.raises(SpecError, match="is damaged"):
+            TokenShards.open(tmp_path / "shards").read(3, 4)
+
+
+def test_a_data_set_of_an_earlier_release_opens_with_a_warning(folder: Path) -> None:
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    del index["editions"]
+    index["shards"] = [{key: shard[key] for key in ("file", "tokens", "sha256")} for shard in index["shards"]]
+    path.write_text(json.dumps(index))
+    with pytest.warns(UserWarning, match=r"\d+ of \d+ shards have no checksums of blocks"):
+        shards = TokenShards.open(folder)
+    assert shards.read(0, shards.tokens).tolist() == TOKENS
+    assert [part.document for part in shards.parts(0, 20)] == [None]
+    assert shards.counts(0).sum() == len(TOKENS)
+    shards.verify()
+
+
 def test_a_data_set_replaced_under_a_reader_is_noticed(folder: Path) -> None:
     shards = TokenShards.open(folder)
     shards.read(0, 10)

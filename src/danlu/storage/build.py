@@ -17,6 +17,7 @@ from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
 from danlu.storage.build_journal import BuildJournal, Progress
 from danlu.storage.index import INDEX, Edition, Index, token_dtype
+from danlu.storage.shard_files import problem_in
 from danlu.storage.shard_writer import ShardWriter
 from danlu.storage.source import PYTHON_STDLIB, Document, Documents, source_name
 from danlu.storage.tokenizer import TokenIds, Tokenizer
@@ -314,4 +315,4 @@ def _refuse_other_tokenizer(base: TokenShards, tokenizer: Tokenizer) -> None:
     if (index.tokenizer, index.end_of_text) != (tokenizer.name, tokenizer.end_of_text):
         message = f'was built with tokenizer "{index.tokenizer}", but "{tokenizer.name}" is to be appended'
         hint = "give --tokenizer and --end-of-text as they were, or build another data set and mix the two by weight"
-        raise SpecError([problem_at(base.where / INDEX, 1, "tokenizer", message, hint)])
+        raise SpecError([problem_in(base.where, INDEX, "tokenizer", message, hint)])

@@ -128,7 +128,7 @@ class BuildJournal:
         sync_folder(self.folder)
         new.rename(self.folder / INDEX)
         sync_folder(self.folder)
-        self.path.unlink()
+        self.clean(None)
         sync_folder(self.folder)
         return index
 

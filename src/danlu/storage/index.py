@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from danlu.spec import SpecError
+from danlu.spec import Problem, SpecError
 from danlu.spec.description import Count, Description, Many
 from danlu.spec.problem import problem_at
 
@@ -131,15 +131,20 @@ def read_index(folder: Path) -> Index:
     except OSError as error:
         message = "is not a data set: " + (f"it has no {INDEX}" if folder.is_dir() else error.strerror or "unreadable")
         raise SpecError([problem_at(folder, 1, "data", message, f"danlu data build SOURCE… -o {folder}")]) from None
-    return parse_index(text, path)
+    return parse_index(text, str(path))
 
 
-def parse_index(text: bytes, path: Path) -> Index:
+def parse_index(text: bytes, path: str) -> Index:
     """The index in these bytes of `path`, or every problem with it."""
     try:
         return Index.model_validate_json(text)
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise SpecError(
-            [problem_at(path, 1, ".".join(map(str, each["loc"])) or "file", each["msg"], REBUILD) for each in details]
+            [
+                Problem(
+                    file=path, line=1, key=".".join(map(str, e["loc"])) or "file", message=e["msg"], suggestion=REBUILD
+                )
+                for e in details
+            ]
         ) from None

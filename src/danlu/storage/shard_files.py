@@ -30,7 +30,7 @@ class Span(NamedTuple):
 class ShardFiles(Protocol):
     """Where the bytes of a data set come from."""
 
-    where: Path
+    where: str
     """Folder, or address, that messages name."""
 
     def index(self) -> Index:
@@ -81,7 +81,8 @@ class LocalFiles:
     """A folder, read through memory maps; a shard is opened when a byte of it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.where = folder
+        self.where = str(folder)
+        self._folder = folder
         self._identity: tuple[int, int, int] | None = None
         self._index: Index | None = None
         self._seen: dict[int, Seen] = {}
@@ -90,28 +91,28 @@ class LocalFiles:
 
     def index(self) -> Index:
         """The index as it is now."""
-        self._identity = _identity(self.where / INDEX)
-        self._index = read_index(self.where)
+        self._identity = _identity(self._folder / INDEX)
+        self._index = read_index(self._folder)
         return self._index
 
     def wrong_size(self, shard: Shard, expected: int) -> Problem | None:
         """What is wrong with the size of a shard, if something is."""
-        return wrong_size(self.where / shard.file, expected)
+        return wrong_size(self._folder / shard.file, expected)
 
     def whole(self, file: str, sha256: str) -> bytes:
         """A small file that belongs to the data set, held against its hash."""
-        path = self.where / file
+        path = self._folder / file
         try:
             raw = path.read_bytes()
         except OSError as error:
             message = f"cannot be read: {error.strerror}"
             raise SpecError([problem_at(path, 1, "file", message, REBUILD)]) from None
-        check_hash(path, raw, sha256)
+        check_hash(self.where, file, raw, sha256)
         return raw
 
     def chunks(self, shard: Shard) -> Iterator[bytes]:
         """All bytes of a shard in order, unchecked."""
-        with (self.where / shard.file).open("rb") as file:
+        with (self._folder / shard.file).open("rb") as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
@@ -132,23 +133,28 @@ class LocalFiles:
         return shard.raw[span.offset : span.offset + span.length]
 
     def _open(self, number: int) -> _Open:
-        if _identity(self.where / INDEX) != self._identity:
+        if _identity(self._folder / INDEX) != self._identity:
             raise IndexChangedError
         assert self._index is not None  # a span comes out of an index
         shard = self._index.shards[number]
         size = shard.tokens * on_disk(self._index.dtype).itemsize
         if problem := self.wrong_size(shard, size):
             raise SpecError([problem])
-        raw = np.memmap(self.where / shard.file, dtype=np.uint8, mode="r")
+        raw = np.memmap(self._folder / shard.file, dtype=np.uint8, mode="r")
         sums = read_table(self.whole(shard.beside(".crc"), shard.sums)) if shard.sums else None
         return _Open(raw, sums, self._seen.setdefault(number, Seen(-(-size // BLOCK))))
 
 
-def check_hash(path: Path, raw: bytes, sha256: str) -> None:
+def problem_in(where: str, file: str, key: str, message: str, suggestion: str = "") -> Problem:
+    """A problem with a file of a data set in a folder or a store."""
+    return Problem(file=f"{where}/{file}" if file else where, line=1, key=key, message=message, suggestion=suggestion)
+
+
+def check_hash(where: str, file: str, raw: bytes, sha256: str) -> None:
     """Raise if these are not the bytes of a file with this hash."""
     if (found := hashlib.sha256(raw).hexdigest()) != sha256:
         message = f"has sha256 {found}, but the index says {sha256}"
-        raise SpecError([problem_at(path, 1, "content", message, REBUILD)])
+        raise SpecError([problem_in(where, file, "content", message, REBUILD)])
 
 
 def wrong_size(path: Path, expected: int) -> Problem | None:

@@ -13,11 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from danlu.spec import Problem, SpecError
-from danlu.spec.problem import problem_at
 from danlu.storage.growth import GrowingOrder
 from danlu.storage.index import BLOCK, INDEX, REBUILD, Index, counts_file, on_disk
 from danlu.storage.order import Ints
-from danlu.storage.shard_files import CHUNK, DamagedBlockError, IndexChangedError, LocalFiles, ShardFiles, Span
+from danlu.storage.shard_files import (
+    CHUNK,
+    DamagedBlockError,
+    IndexChangedError,
+    LocalFiles,
+    ShardFiles,
+    Span,
+    problem_in,
+)
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -77,7 +84,7 @@ class TokenShards:
         return shards
 
     @property
-    def where(self) -> Path:
+    def where(self) -> str:
         """The folder or address of the data set."""
         return self.files.where
 
@@ -105,7 +112,7 @@ class TokenShards:
         newer = self.files.index()
         if not newer.extends(self.index):
             message = "was replaced while it was being read; the shards belong to another data set now"
-            raise SpecError([problem_at(self.where / INDEX, 1, "file", message, "start the run again")])
+            raise SpecError([problem_in(self.where, INDEX, "file", message, "start the run again")])
         self._adopt(newer)
 
     def spans(self, start: int, count: int) -> list[Span]:
@@ -129,7 +136,10 @@ class TokenShards:
 
     def prepare(self, starts: Sequence[int], count: int) -> None:
         """Have several runs of `count` tokens at hand, all of them fetched at once where they come from afar."""
-        self.files.prepare([span for start in starts for span in self.spans(start, count)])
+        try:
+            self.files.prepare([span for start in starts for span in self.spans(start, count)])
+        except DamagedBlockError as error:
+            raise SpecError([self._damage(error)]) from None
 
     def parts(self, start: int, count: int) -> list[Part]:
         """The documents that these tokens hold parts of."""
@@ -170,14 +180,14 @@ class TokenShards:
         problems: list[Problem] = []
         total, done = self.tokens * on_disk(self.index.dtype).itemsize, 0
         for shard in self.index.shards:
-            path, digest = self.where / shard.file, hashlib.sha256()
+            digest = hashlib.sha256()
             for chunk in self.files.chunks(shard):
                 digest.update(chunk)
                 done += len(chunk)
                 on_progress(done, total)
             if digest.hexdigest() != shard.sha256:
                 message = f"has sha256 {digest.hexdigest()}, but the index says {shard.sha256}"
-                problems.append(problem_at(path, 1, "content", message, REBUILD))
+                problems.append(problem_in(self.where, shard.file, "content", message, REBUILD))
         problems += self._bad_side_files()
         if problems:
             raise SpecError(problems)
@@ -224,7 +234,7 @@ class TokenShards:
             f"is damaged: its CRC-32C is {error.found:08x}, but {error.expected:08x} was written"
             f" (tokens {before + first} to {before + last}{documents})"
         )
-        return problem_at(self.where / shard.file, 1, f"block {error.block}", message, REBUILD)
+        return problem_in(self.where, shard.file, f"block {error.block}", message, REBUILD)
 
     def _read_ends(self, number: int) -> list[int]:
         """Places behind the documents that end in a shard, counted over all shards."""
@@ -257,7 +267,7 @@ class Dataset:
             tokens = shards.index.all_editions[self.editions[0][1]].tokens
             message = f"holds {tokens} tokens, but one sample of length {length} takes {length + 1}"
             suggestion = f"build it from more text, or set `batch.length` to at most {tokens - 1}"
-            raise SpecError([problem_at(shards.where / INDEX, 1, "tokens", message, suggestion)])
+            raise SpecError([problem_in(shards.where, INDEX, "tokens", message, suggestion)])
         sizes = [(place, shards.samples(length, edition)) for place, edition in self.editions]
         self.order = GrowingOrder(sizes, seed)
 

@@ -15,6 +15,7 @@ from danlu.storage.index import INDEX
 from danlu.storage.mixture import Mixture
 from danlu.storage.open_shards import open_shards
 from danlu.storage.order import Ints, derived_seed
+from danlu.storage.shard_files import problem_in
 from danlu.storage.taken_up import TakenUp, TakenUpLog
 from danlu.storage.tokens import Dataset, OnWarning, TokenShards, python_warning
 
@@ -75,6 +76,10 @@ class TrainingData:
             SamplePlace(source, place, int(self._sets[source].numbers(np.array([place]))[0]))
             for source, place in zip(sources.tolist(), places.tolist(), strict=True)
         ]
+
+    def epoch(self, source: int, place: int) -> int:
+        """The epoch of a source that an index of its sequence falls in."""
+        return self._sets[source].order.place(place)[0]
 
     def promise(self, cursor: int, editions: Sequence[int]) -> TakenUp:
         """What is promised by a run that reads these editions from a sample on."""
@@ -164,7 +169,7 @@ def _refuse_other_data(log: TakenUpLog, promised: TakenUp, data: TrainingData) -
         raise SpecError([problem_at(log.path, 1, "batch.length", message, _OTHER_RUN)])
     now = data.promise(promised.cursor, promised.editions)
     problems = [
-        problem_at(shards.where / INDEX, 1, "data", "is another data set than the one the run began with", _PUT_BACK)
+        problem_in(shards.where, INDEX, "data", "is another data set than the one the run began with", _PUT_BACK)
         for shards, was, found in zip(data.sources, promised.fingerprints, now.fingerprints, strict=True)
         if was != found
     ]
@@ -182,6 +187,6 @@ def _await_edition(shards: TokenShards, edition: int) -> None:
         if time.monotonic() > deadline:
             message = f"has {shards.newest + 1} editions here, but another rank reads number {edition}"
             hint = "the ranks must see one folder; look at the mount of this machine"
-            raise SpecError([problem_at(shards.where / INDEX, 1, "editions", message, hint)])
+            raise SpecError([problem_in(shards.where, INDEX, "editions", message, hint)])
         time.sleep(_POLL_SECONDS)
         shards.refresh()
