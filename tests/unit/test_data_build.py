@@ -19,7 +19,7 @@ from danlu.storage.tokenizer import BytesTokenizer, FileTokenizer, open_tokenize
 from danlu.storage.tokens import TokenShards
 
 BYTES = BytesTokenizer()
-FILES = [".lock", "00000.bin", "00000.crc", "00000.ends", "edition-00000.counts", "index.json"]
+FILES = [".done", ".lock", "00000.bin", "00000.crc", "00000.ends", "edition-00000.counts", "index.json"]
 
 
 def texts(folder: Path) -> list[str]:

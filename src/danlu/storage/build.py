@@ -89,6 +89,9 @@ def build(
             _refuse_to_replace(folder, force)
         else:
             _refuse_other_tokenizer(base, tokenizer)
+            if journal.is_done(request, base.index):
+                on_note("these sources are the newest edition already: nothing is added")
+                return Built(base.index, time.monotonic() - started, {}, ())
         progress = _usable(journal, progress, request, base, on_note)
         resumed = len(progress.shards)
         work = _Work(journal, tokenizer, shard_tokens, base, progress)

@@ -17,6 +17,7 @@ from danlu.storage.shard_writer import PARTIAL
 from danlu.storage.source import Place
 
 JOURNAL = "build.journal"
+_DONE = ".done"
 _OURS = ("[0-9][0-9][0-9][0-9][0-9]*.bin", "[0-9]*.crc", "[0-9]*.ends", "edition-[0-9]*.counts")
 
 
@@ -47,6 +48,13 @@ class Progress(Description):
     def place(self) -> Place:
         """Where to go on reading."""
         return Place(self.file, self.line, self.left_out, self.examples) if self.shards else Place()
+
+
+class _Done(Description):
+    """What the newest edition was made by, so that an append that is repeated by mistake is not made twice."""
+
+    request: str
+    edition: str
 
 
 class BuildJournal:
@@ -123,14 +131,26 @@ class BuildJournal:
             for name in (shard.file, shard.beside(".crc"), shard.beside(".ends")):
                 if (partial := self.folder / (name + PARTIAL)).exists():
                     partial.rename(self.folder / name)
+        done = _Done(request=progress.request, edition=index.fingerprint(-1))
+        write_durably(self.folder / _DONE, done.model_dump_json())
         new = self.folder / (INDEX + PARTIAL)
         write_durably(new, index.model_dump_json(indent=2) + "\n")
         sync_folder(self.folder)
         new.rename(self.folder / INDEX)
         sync_folder(self.folder)
-        self.clean(None)
+        for left in self.folder.glob(f"*{PARTIAL}"):
+            left.unlink()
+        self.path.unlink()  # the last step of all: until then a rerun does these again
         sync_folder(self.folder)
         return index
+
+    def is_done(self, request: str, index: Index) -> bool:
+        """Whether the newest edition of the data set is what this request made of it."""
+        try:
+            done = _Done.model_validate_json((self.folder / _DONE).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return False
+        return done == _Done(request=request, edition=index.fingerprint(-1))
 
     def _counts(self, shards: Sequence[Shard]) -> Path:
         return self.folder / f"counts-{len(shards):05d}{PARTIAL}"
