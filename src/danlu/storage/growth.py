@@ -99,10 +99,12 @@ class GrowingOrder:
     def _within(self, segment: _Segment, numbers: Ints) -> Ints:
         found = np.empty_like(numbers)
         later = numbers >= segment.first_end
-        more, positions = np.divmod(numbers[later] - segment.first_end, segment.size)
-        found[later] = permuted(positions, more + segment.epoch + 1, segment.size, self._seed)
-        here = segment.layers[-1].position + numbers[~later] - segment.start
-        found[~later] = self._in_layers(here, segment.epoch, segment.layers)
+        if later.any():
+            more, positions = np.divmod(numbers[later] - segment.first_end, segment.size)
+            found[later] = permuted(positions, more + segment.epoch + 1, segment.size, self._seed)
+        if not later.all():
+            here = segment.layers[-1].position + numbers[~later] - segment.start
+            found[~later] = self._in_layers(here, segment.epoch, segment.layers)
         return found
 
     def _in_layers(self, positions: Ints, epoch: int, layers: tuple[_Layer, ...]) -> Ints:
@@ -114,5 +116,6 @@ class GrowingOrder:
         found = layer.position + permuted(positions - layer.position, epochs, layer.size - layer.position, seed)
         if smaller:
             old = found < smaller[-1].size
-            found[old] = self._in_layers(found[old], epoch, smaller)
+            if old.any():
+                found[old] = self._in_layers(found[old], epoch, smaller)
         return found
