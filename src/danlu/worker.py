@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Literal
@@ -19,12 +20,13 @@ from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import Mesh, build_mesh
 from danlu.framework.build import build
 from danlu.framework.continuity import Continuity, continuity
-from danlu.framework.feed import Feed
 from danlu.framework.guard import stop_on_signal
 from danlu.framework.journal import Journal
 from danlu.framework.keeper import Keeper
 from danlu.framework.loop import train
 from danlu.framework.precision import DTYPES
+from danlu.framework.state import TrainState
+from danlu.framework.supply import Supply
 from danlu.framework.weigh import weigh
 from danlu.framework.weights import load_weights
 from danlu.spec import (
@@ -43,7 +45,8 @@ from danlu.spec import (
 from danlu.spec.event import PeakSource
 from danlu.spec.recipe import has_experts
 from danlu.storage.checkpoint.checkpoints import open_checkpoints
-from danlu.storage.tokens import Dataset, TokenShards
+from danlu.storage.order import Ints
+from danlu.storage.training_data import TrainingData
 
 PEAK_SECONDS = 1.0
 """Time spent on measuring the matrix-multiply peak where no cluster file has it."""
@@ -91,9 +94,7 @@ def _train(
     if not keeper.resume(state) and recipe.weights:
         load_weights(state.parts, recipe.model, Path(recipe.weights))
     keeper.rehearse(state, first_on_host=first_on_host, between_failures=_between_failures(mesh, cluster))
-    shards = TokenShards.open(Path(recipe.data.shards), check_sizes=mesh.rank == 0)
-    data = Dataset(shards, recipe.batch.length, recipe.seed)
-    feed = Feed(data, recipe.batch, recipe.model.vocabulary, mesh)
+    supply = Supply(run, recipe, mesh, state.cursor)
     peak, source = _peak(recipe, mesh, cluster)
     size, work = weigh(recipe)
     started = Started(
@@ -107,15 +108,16 @@ def _train(
         flops_per_token=work,
         peak=peak,
         peak_source=source,
-        baseline_loss=shards.index.unigram_loss,
+        baseline_loss=supply.data.baseline,
     )
     with Journal(run, state.step) if mesh.rank == 0 else nullcontext() as journal:
         write: Callable[[Event], None] = journal.write if journal else lambda event: None
         keeper.write = write
-        for event in (started, *(_with_continuity(early, run, data) if journal else ())):
+        for event in (started, *(_with_continuity(early, run, supply.data) if journal else ())):
             write(event)
+        save = partial(_save, keeper, supply, mesh.rank, write)
         train(
-            recipe, state, forward_backward, feed, mesh, chip.runtime.memory_peak, write, keeper.maybe_save, stop,
+            recipe, state, forward_backward, supply.feed, mesh, chip.runtime.memory_peak, write, save, stop,
             keeper.settle,
         )  # fmt: skip
         checkpoints.close()
@@ -130,7 +132,7 @@ def _between_failures(mesh: Mesh, cluster: Cluster | None) -> float | None:
     return cluster.failures.node_mtbf / ceil(mesh.plan.degrees.world / cluster.chips_per_node)
 
 
-def _with_continuity(events: list[Event], run: RunFolder, data: Dataset) -> list[Event]:
+def _with_continuity(events: list[Event], run: RunFolder, data: TrainingData) -> list[Event]:
     """What was found when the run resumed, with what the run's history says of its samples."""
     told: list[Event] = []
     for event in events:
@@ -143,12 +145,17 @@ def _with_continuity(events: list[Event], run: RunFolder, data: Dataset) -> list
     return told
 
 
-def _continuity(event: Resumed, run: RunFolder, data: Dataset) -> Continuity | None:
+def _continuity(event: Resumed, run: RunFolder, data: TrainingData) -> Continuity | None:
     try:
         history = list(run.read_events())
     except ValueError:  # a line that is no event: whoever shows the run names it, and nothing is claimed of samples
         return None
-    return continuity(history, event.step, event.samples, data.length, data.samples, data.seed)
+
+    def which(indices: Ints) -> list[tuple[int, int, int]]:
+        places = data.places(indices)
+        return [(place.source, data.epoch(place.source, place.place), place.number) for place in places]
+
+    return continuity(history, event.step, event.samples, data.length, which)
 
 
 def _discontinuity(event: Resumed) -> list[Event]:
@@ -159,6 +166,18 @@ def _discontinuity(event: Resumed) -> list[Event]:
         f"{event.repeated} are read again and {event.skipped} never; was the length of a sequence or the batch changed?"
     )
     return [Warned(time=event.time, rank=0, message=message)]
+
+
+def _save(
+    keeper: Keeper, supply: Supply, rank: int, write: Callable[[Event], None], state: TrainState, last: bool
+) -> None:
+    """Tell what the data has to say, save when it is time to, and then see what was appended."""
+    for message in supply.warnings():
+        write(Warned(time=time.time(), rank=rank, message=message))
+        if rank:  # rank 0 keeps the journal, the others have their logs
+            sys.stderr.write(f"rank {rank}: {message}\n")
+    if keeper.maybe_save(state, last) and not last:
+        supply.take_up(state.cursor)
 
 
 def _backend(chip: Descriptor, place: Place) -> str:

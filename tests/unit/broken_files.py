@@ -84,6 +84,10 @@ def _recipe(old: str, new: str, text: str = RECIPE) -> Files:
     return Files(text.replace(old, new))
 
 
+def _data(text: str) -> Files:
+    return _recipe('shards = "shards"\n', f"{text}\n")
+
+
 def _cluster(old: str, new: str) -> Files:
     assert CLUSTER.count(old) == 1, f"{old!r} must stand once in the cluster"
     return Files(cluster=CLUSTER.replace(old, new))
@@ -104,6 +108,11 @@ READING = {
     "unknown-key-of-model": _recipe("vocabulary = 256", "vocabulary = 256\nbsae = 'x'"),
     "unknown-table": _recipe("[precision]", "[percision]"),
     "missing-key": _recipe("sequences = 16\n", ""),
+    "shards-and-sources": _data('shards = "a"\nsources = [{shards = "b"}]'),
+    "no-shards": _data('tokenizer = "bytes"'),
+    "source-beside-sources": _data('sources = [{shards = "b"}]\nsource = ["text"]'),
+    "weight-not-positive": _data('sources = [{shards = "a", weight = 0}, {shards = "b"}]'),
+    "weight-misspelt": _data('[[data.sources]]\nshards = "a"\nweigth = 2'),
     "missing-table": _recipe('[data]\nshards = "shards"\n', ""),
     "wrong-type": _recipe("layers = 4", 'layers = "4"'),
     "not-positive": _recipe("heads = 8\n", "heads = 0\n"),
@@ -181,6 +190,13 @@ CONTRADICTIONS = {
     "no-experts": _plan("shard = 2\nep = 2"),
     "positions-end": Files(RECIPE.replace("sequence = 128", 'sequence = 32\nposition = "learned"')),
     "warmup-too-long": _recipe("warmup = 10", "warmup = 101"),
+    "source-named-twice": _data('sources = [\n  {shards = "a", weight = 2},\n  {shards = "a"},\n]'),
+    "weights-too-fine": _data(
+        '[[data.sources]]\nshards = "a"\n\n[[data.sources]]\nshards = "b"\nweight = 0.00123456789'
+    ),
+    "store-without-cache": _data('shards = "s3://bucket/tokens"'),
+    "cache-without-store": _data('shards = "shards"\ncache = "cache"'),
+    "store-unknown": _data('shards = "gs://bucket/tokens"\ncache = "cache"'),
     "decay-ignored": _recipe("warmup = 10", "decay = 10"),
     "decay-too-long": _recipe("warmup = 10", 'kind = "wsd"\nwarmup = 60\ndecay = 50'),
     "pattern-matches-nothing": _recipe(

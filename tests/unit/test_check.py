@@ -23,6 +23,7 @@ from danlu.spec.toml import read
 
 NOT_ONE_SETTING = {
     "batch-too-small-for-pipeline",
+    "cache-without-store",
     "decay-ignored",
     "experts-off-their-ranks",
     "level-indivisible",
@@ -33,6 +34,10 @@ NOT_ONE_SETTING = {
     "peak-missing",
     "pipeline-ignored",
     "pipeline-layers-entries",
+    "source-named-twice",
+    "store-unknown",
+    "store-without-cache",
+    "weights-too-fine",
     "uneven-ranks",
     "unknown-level",
 }

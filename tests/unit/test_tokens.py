@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -6,18 +7,26 @@ import pytest
 
 from danlu.spec import SpecError
 from danlu.storage.build import build
+from danlu.storage.index import token_dtype
 from danlu.storage.tokenizer import BytesTokenizer
-from danlu.storage.tokens import Dataset, TokenShards, batch_rows, token_dtype
+from danlu.storage.tokens import Dataset, TokenShards, batch_rows
 
 TEXT = "".join(chr(ord("a") + place % 26) + str(place) for place in range(700))
 TOKENS = [*TEXT.encode(), 256]
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("built")
+    (root / "text.txt").write_text(TEXT)
+    build([str(root / "text.txt")], root / "shards", BytesTokenizer(), shard_tokens=37)
+    return root / "shards"
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(TEXT)
-    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer(), shard_tokens=37)
-    return tmp_path / "shards"
+def folder(built: Path, tmp_path: Path) -> Path:
+    """A data set of its own for every test: some damage it."""
+    return shutil.copytree(built, tmp_path / "shards")
 
 
 def test_any_window_reads_right_across_shards(folder: Path) -> None:
@@ -91,9 +100,9 @@ def test_too_few_tokens_for_a_sample_says_how_many(folder: Path) -> None:
 
 def test_thousands_of_shards_are_not_all_open(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer(), shard_tokens=1)
+    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer(), shard_tokens=16)
     shards = TokenShards.open(tmp_path / "shards")
-    assert len(shards.index.shards) == len(TOKENS) > 2000
+    assert len(shards.index.shards) == -(-len(TOKENS) // 16) > 128
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert shards.read(0, shards.tokens).tolist() == TOKENS
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 64
@@ -158,6 +167,54 @@ def test_verify_finds_one_changed_bit(folder: Path) -> None:
     (folder / "00002.bin").write_bytes(raw)
     with pytest.raises(SpecError, match=r"00002\.bin:1: content: has sha256"):
         TokenShards.open(folder).verify()
+
+
+def test_a_flipped_bit_is_an_error_when_it_is_read(folder: Path) -> None:
+    raw = bytearray((folder / "00002.bin").read_bytes())
+    raw[10] ^= 1
+    (folder / "00002.bin").write_bytes(raw)
+    shards = TokenShards.open(folder)
+    assert shards.read(0, 74).tolist() == TOKENS[:74]
+    with pytest.raises(
+        SpecError, match=r"00002\.bin:1: block 0: is damaged: its CRC-32C is .* documents 0 to 0"
+    ) as caught:
+        shards.read(100, 30)
+    assert "tokens 74 to 110" in str(caught.value) and "danlu data build" in str(caught.value)
+
+
+def test_a_damaged_table_of_sums_is_an_error(folder: Path) -> None:
+    (folder / "00002.crc").write_bytes(b"\0\0\0\0")
+    with pytest.raises(SpecError, match=r"00002\.crc:1: content: has sha256"):
+        TokenShards.open(folder).read(100, 30)
+    with pytest.raises(SpecError, match=r"00002\.crc"):
+        TokenShards.open(folder).verify()
+
+
+def test_every_flipped_bit_of_a_block_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 500)
+    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
+    path = tmp_path / "shards" / "00000.bin"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        raw = bytearray(whole)
+        raw[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(raw)
+        with pytest.raises(SpecError, match="is damaged"):
+            TokenShards.open(tmp_path / "shards").read(3, 4)
+
+
+def test_a_data_set_of_an_earlier_release_opens_with_a_warning(folder: Path) -> None:
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    del index["editions"]
+    index["shards"] = [{key: shard[key] for key in ("file", "tokens", "sha256")} for shard in index["shards"]]
+    path.write_text(json.dumps(index))
+    with pytest.warns(UserWarning, match=r"\d+ of \d+ shards have no checksums of blocks"):
+        shards = TokenShards.open(folder)
+    assert shards.read(0, shards.tokens).tolist() == TOKENS
+    assert [part.document for part in shards.parts(0, 20)] == [None]
+    assert shards.counts(0).sum() == len(TOKENS)
+    shards.verify()
 
 
 def test_a_data_set_replaced_under_a_reader_is_noticed(folder: Path) -> None:

@@ -12,9 +12,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from danlu.cli.data_at import at
+from danlu.spec import SpecError
+from danlu.spec.problem import problem_at
 from danlu.storage.build import SHARD_TOKENS, Built, build
-from danlu.storage.tokenizer import BytesTokenizer, Tokenizer, open_tokenizer
-from danlu.storage.tokens import Index, OnProgress, TokenShards
+from danlu.storage.index import Index, read_index
+from danlu.storage.tokenizer import BYTES, BytesTokenizer, Tokenizer, open_tokenizer
+from danlu.storage.tokens import OnProgress, TokenShards
 
 app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_help=True)
 
@@ -46,7 +50,7 @@ def build_(
     """Turn text into token shards.
 
     One document a JSON line or a text file; folders are read in order of their names.
-    The same sources give the same bytes.
+    The same sources give the same bytes. A build that was broken off goes on when it is started again.
     """
     encoder = open_tokenizer(tokenizer, end_of_text)
     with _progress("tokens") as on_progress:
@@ -59,9 +63,53 @@ def build_(
             shard_tokens=shard_tokens,
             skip_bad=skip_bad,
             force=force,
+            on_note=_note,
         )
     _warn_left_out(built)
     typer.echo(json.dumps(_figures(output, built), indent=2) if as_json else _result_line(output, built))
+
+
+@app.command()
+def append(
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE…", help="What to add, as for `danlu data build`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Data set to add to.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The data set's tokenizer.json; none is needed for bytes.")
+    ] = None,
+    end_of_text: Annotated[str | None, typer.Option(metavar="TOKEN", help="Token that ends a document.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")] = SHARD_TOKENS,
+    field: Annotated[str, typer.Option(help="Field of a JSON line that holds the text.")] = "text",
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave bad lines and files out, and count them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Add text to a data set, under runs that read it too.
+
+    Runs go on in the order they promised, and read the new text from their next checkpoint or resume on.
+    """
+    known = read_index(output).tokenizer
+    if tokenizer is None and known != BYTES:
+        message = f'was built with tokenizer "{known}", whose file is needed to add to it'
+        raise SpecError([problem_at(output, 1, "tokenizer", message, "--tokenizer FILE")])
+    encoder = open_tokenizer(tokenizer or BYTES, end_of_text)
+    with _progress("tokens") as on_progress:
+        built = build(
+            sources,
+            output,
+            encoder,
+            on_progress,
+            field=field,
+            shard_tokens=shard_tokens,
+            skip_bad=skip_bad,
+            append=True,
+            on_note=_note,
+        )
+    _warn_left_out(built)
+    typer.echo(json.dumps(_figures(output, built), indent=2) if as_json else _result_line(output, built))
+
+
+app.command()(at)
 
 
 @app.command()
@@ -117,6 +165,10 @@ def _warn_left_out(built: Built) -> None:
         typer.echo(f"  {problem.file}:{problem.line}: {problem.key}: {problem.message}", err=True)
 
 
+def _note(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
+
+
 def _figures(folder: Path, built: Built) -> dict[str, object]:
     index = built.index
     return {
@@ -129,6 +181,8 @@ def _figures(folder: Path, built: Built) -> dict[str, object]:
         "tokenizer": index.tokenizer,
         "vocabulary": index.vocabulary,
         "left_out": dict(built.left_out),
+        "edition": len(index.all_editions) - 1,
+        "shards_of_a_broken_off_build": built.resumed,
     }
 
 
@@ -137,6 +191,8 @@ def _result_line(folder: Path, built: Built) -> str:
     return (
         f"{folder}: {index.documents:,} documents, {index.tokens:,} tokens, {_shards(index)}"
         f" in {built.seconds:.1f} s, unigram loss {index.unigram_loss:.4f}"
+        + (f", edition {len(index.editions) - 1}" if len(index.editions) > 1 else "")
+        + (f" ({built.resumed} shards were there from a build that was broken off)" if built.resumed else "")
     )
 
 
@@ -153,6 +209,11 @@ def _table(folder: Path, index: Index) -> Table:
         "tokens": f"{index.tokens:,}, {index.tokens / index.documents:,.0f} a document",
         "shards": f"{_shards(index)} of {index.dtype}",
         "unigram loss": f"{index.unigram_loss:.4f}",
+        "editions": "\n".join(
+            f"{number}: {edition.shards:,} shards, {edition.tokens:,} tokens"
+            for number, edition in enumerate(index.all_editions)
+        ),
+        "checked": "every block, when it is read" if all(shard.sums for shard in index.shards) else "not on reading",
         "sources": "\n".join(index.sources),
     }
     for name, value in rows.items():

@@ -12,12 +12,23 @@ def with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     def absolute(path: str) -> str:
         return str((folder / path).resolve())
 
+    def shards(where: str) -> str:
+        return where if "://" in where or not where else absolute(where)
+
+    def texts(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name if name == "python-stdlib" else absolute(name) for name in names)
+
     data = recipe.data
+    parts = tuple(
+        part.model_copy(update={"shards": shards(part.shards), "source": texts(part.source)}) for part in data.sources
+    )
     resolved = data.model_copy(
         update={
-            "shards": absolute(data.shards),
-            "source": tuple(name if name == "python-stdlib" else absolute(name) for name in data.source),
+            "shards": shards(data.shards),
+            "sources": parts,
+            "source": texts(data.source),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer),
+            "cache": absolute(data.cache) if data.cache else "",
         }
     )
     weights = absolute(recipe.weights) if recipe.weights else ""

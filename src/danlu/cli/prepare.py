@@ -10,11 +10,15 @@ from danlu.cli.own_model import check_own_model
 from danlu.cli.paths import with_absolute_paths
 from danlu.spec import Model, Recipe, RunFolder, SpecError, toml
 from danlu.spec.check import Checked, check_all
-from danlu.spec.load import load_model
+from danlu.spec.load import Sourced, load_model
 from danlu.spec.plan import fully_sharded
-from danlu.spec.problem import problem_at, shown
-from danlu.storage.tokenizer import open_tokenizer
-from danlu.storage.tokens import INDEX, Dataset, TokenShards, read_index
+from danlu.spec.problem import dotted, problem_at, shown
+from danlu.spec.recipe import DataSource
+from danlu.spec.rules.data import is_remote
+from danlu.storage.index import INDEX
+from danlu.storage.open_shards import open_shards
+from danlu.storage.tokenizer import Tokenizer, open_tokenizer
+from danlu.storage.training_data import TrainingData
 
 RUNS = Path("runs")
 """Where runs are kept, in the folder a command is started from."""
@@ -61,26 +65,36 @@ def _claim_folder(name: str | None, recipe_name: str) -> RunFolder:
 
 def ensure_shards(path: Path, recipe: Recipe) -> None:
     """Build the recipe's token shards if they do not exist yet, and check that the model can read them."""
-    shards, data = Path(recipe.data.shards), recipe.data
-    line = toml.read(path).line(("data", "shards"))
+    data, document = recipe.data, toml.read(path)
     tokenizer = open_tokenizer(data.tokenizer)
     if tokenizer.vocabulary > recipe.model.vocabulary:
-        line = toml.read(path).line(("model", "vocabulary"))
+        line = document.line(("model", "vocabulary"))
         message = f"is {recipe.model.vocabulary}, but the tokenizer has token ids up to {tokenizer.vocabulary - 1}"
         raise SpecError([problem_at(path, line, "model.vocabulary", message, f"at least {tokenizer.vocabulary}")])
-    if not (shards / INDEX).exists():
-        if not data.source:
-            message = f'"{shards}" is not a data set'
-            hint = f"danlu data build SOURCE… -o {shards}, or name a `source` in [data]"
-            raise SpecError([problem_at(path, line, "data.shards", message, hint)])
-        typer.echo(f"building token shards in {shards} from {', '.join(data.source)}")
-        build_with_progress(list(data.source), shards, tokenizer)
-    index = read_index(shards)
+    for number, part in enumerate(data.parts):
+        place = ("data", "sources", number, "shards") if data.sources else ("data", "shards")
+        _ensure_part(Sourced(recipe, document), place, part, tokenizer)
+    TrainingData.of(data, recipe.batch.length, recipe.seed, on_warning=_warn)  # says so if it has not one sample
+
+
+def _ensure_part(recipe: Sourced[Recipe], place: toml.KeyPath, part: DataSource, tokenizer: Tokenizer) -> None:
+    """Build one data set of the recipe if it does not exist yet, and check that it has the recipe's tokenizer."""
+    if not is_remote(part.shards) and not (Path(part.shards) / INDEX).exists():
+        if not part.source:
+            message = f'"{part.shards}" is not a data set'
+            hint = f"danlu data build SOURCE… -o {part.shards}, or name a `source` beside it"
+            raise SpecError([recipe.problem(dotted(place), message, hint)])
+        typer.echo(f"building token shards in {part.shards} from {', '.join(part.source)}")
+        build_with_progress(list(part.source), Path(part.shards), tokenizer)
+    index = open_shards(part.shards, recipe.value.data, check_sizes=False, on_warning=_warn).index
     if index.tokenizer != tokenizer.name:
         message = f'was built with tokenizer "{index.tokenizer}", but the recipe says "{tokenizer.name}"'
         hint = "another folder, or build it again with `danlu data build … --force`"
-        raise SpecError([problem_at(path, line, "data.shards", message, hint)])
-    Dataset(TokenShards.open(shards), recipe.batch.length, recipe.seed)  # says so if it has not one sample
+        raise SpecError([recipe.problem(dotted(place), message, hint)])
+
+
+def _warn(message: str) -> None:
+    typer.echo(f"warning: {message}", err=True)
 
 
 def check_weights(path: Path, recipe: Recipe) -> None:

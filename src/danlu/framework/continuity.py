@@ -1,14 +1,14 @@
 """Whether a resumed run goes on with the very next sample: reckoned from its history, not taken for granted."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from danlu.spec.event import Event, Started, StepReport
-from danlu.storage.order import shuffled
+from danlu.storage.order import Ints
 
-WINDOW = 1 << 16
+WINDOW = 1 << 12
 """Samples on either side of the cursor whose order is looked at."""
 
 
@@ -23,19 +23,17 @@ class Continuity:
 
 
 def continuity(
-    history: Iterable[Event], step: int, cursor: int, length: int, samples: int, seed: int
+    history: Iterable[Event], step: int, cursor: int, length: int, which: Callable[[Ints], Iterable[Hashable]]
 ) -> Continuity | None:
     """Hold a checkpoint's cursor against what the steps up to it consumed; None if the history has not all of them.
 
-    `length` is that of a sample now, `samples` how many an epoch has.
+    `length` is that of a sample now; `which` says which samples of which epochs stand at indices of the order.
     """
     tokens = _tokens_by_step(history)
     if any(number not in tokens for number in range(1, step + 1)):
         return None
     consumed = sum(tokens[number] for number in range(1, step + 1)) // length
-    return Continuity(
-        repeated=max(0, consumed - cursor) + _met_again(cursor, samples, seed), skipped=max(0, cursor - consumed)
-    )
+    return Continuity(repeated=max(0, consumed - cursor) + _met_again(cursor, which), skipped=max(0, cursor - consumed))
 
 
 def _tokens_by_step(history: Iterable[Event]) -> dict[int, int]:
@@ -49,9 +47,8 @@ def _tokens_by_step(history: Iterable[Event]) -> dict[int, int]:
     return tokens
 
 
-def _met_again(cursor: int, samples: int, seed: int) -> int:
+def _met_again(cursor: int, which: Callable[[Ints], Iterable[Hashable]]) -> int:
     """Samples just after the cursor that stand just before it too, in the same epoch: 0 if the order is one."""
-    epoch = cursor // samples * samples
-    before = np.arange(max(epoch, cursor - WINDOW), cursor, dtype=np.int64)
-    after = np.arange(cursor, min(epoch + samples, cursor + WINDOW), dtype=np.int64)
-    return len(np.intersect1d(shuffled(before, samples, seed), shuffled(after, samples, seed)))
+    before = np.arange(max(0, cursor - WINDOW), cursor, dtype=np.int64)
+    after = np.arange(cursor, cursor + WINDOW, dtype=np.int64)
+    return len(set(which(before)) & set(which(after)))

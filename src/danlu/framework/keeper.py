@@ -65,8 +65,8 @@ class Keeper:
             )
         )  # fmt: skip
 
-    def maybe_save(self, state: TrainState, last: bool) -> None:
-        """Save every so many steps in the background; when the run ends or is stopped, and wait until it is there."""
+    def maybe_save(self, state: TrainState, last: bool) -> bool:
+        """Save every so many steps in the background; at the end or a stop, and wait for it. Whether it was time to."""
         self._tell()
         every = self.settings.every
         if last:
@@ -74,6 +74,9 @@ class Keeper:
         elif every and state.step % every == 0:
             self.checkpoints.begin(state.step, _steady(state), state.scalars(), overlap=True)
             self._tell()
+        else:
+            return False
+        return True
 
     def settle(self) -> None:
         """Wait until the state may change: what is being copied must not."""

@@ -1,10 +1,10 @@
 """What to train: model, data, batch, optimiser, precision, steps."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from danlu.spec.description import Count, Description, Many
+from danlu.spec.description import Bytes, Count, Description, Many
 from danlu.spec.model import Model
 from danlu.spec.own_model import OwnModel
 
@@ -28,15 +28,52 @@ def has_experts(model: Model | OwnModel) -> bool:
     return isinstance(model, Model) and model.moe is not None
 
 
-class Data(Description):
-    """Token shards, and what to build them from when the folder does not exist yet."""
+class DataSource(Description):
+    """One data set of a mixture."""
 
     shards: str
-    """Folder of token shards, relative to the recipe."""
+    """Folder of token shards, relative to the recipe, or `s3://bucket/prefix`."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the samples, as a part of the sum of all weights."""
+    source: Many[str] = ()
+    """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
+
+
+class Data(Description):
+    """Token shards, or several mixed by weight, and what to build them from when a folder does not exist yet."""
+
+    shards: str = ""
+    """Folder of token shards, relative to the recipe, or `s3://bucket/prefix`."""
+    sources: Many[DataSource] = ()
+    """Several data sets instead, each with its weight; the tokenizer is one for all."""
     source: Many[str] = ()
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    cache: str = ""
+    """Folder on a local disk for blocks read from `s3://`, shared by the ranks of a machine."""
+    cache_size: Bytes = 16 << 30
+    """Most bytes the cache takes."""
+    store: dict[str, str] = Field(default_factory=dict)
+    """Options of `s3://`: `endpoint` of a server that is not Amazon's, `region`, timeouts."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.shards and self.sources:
+            raise ValueError("`shards` must be left out where there are `sources`\nname it as one of the `sources`")
+        if not self.shards and not self.sources:
+            raise ValueError(
+                "`shards` must name a folder of token shards, or `sources` several of them"
+                '\nadd `shards = "…"` to [data]'
+            )
+        if self.source and self.sources:
+            raise ValueError("`source` must stand beside the `shards` it builds\nmove it into one of the `sources`")
+        return self
+
+    @property
+    def parts(self) -> tuple[DataSource, ...]:
+        """The data sets, one or several."""
+        return self.sources or (DataSource(shards=self.shards, source=self.source),)
 
 
 class Batch(Description):

@@ -39,6 +39,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def data(self) -> Path:
+        """Which editions of its data the run reads from which sample on, one promise a line."""
+        return self.path / "data.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """The same figures for TensorBoard."""
         return self.path / "tensorboard"

@@ -2,30 +2,37 @@
 
 import fcntl
 import hashlib
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
-from danlu.storage.durable import sync_folder, write_durably
-from danlu.storage.source import PYTHON_STDLIB, Documents, source_name
+from danlu.storage.build_journal import BuildJournal, Progress
+from danlu.storage.index import INDEX, Edition, Index, token_dtype
+from danlu.storage.shard_files import problem_in
+from danlu.storage.shard_writer import ShardWriter
+from danlu.storage.source import PYTHON_STDLIB, Document, Documents, source_name
 from danlu.storage.tokenizer import TokenIds, Tokenizer
-from danlu.storage.tokens import INDEX, Index, OnProgress, Shard, TokenDtype, no_progress, on_disk, token_dtype
+from danlu.storage.tokens import OnProgress, TokenShards, no_progress
 
 SHARD_TOKENS = 1 << 27
 """A quarter of a GiB in two bytes a token."""
 
-_PARTIAL = ".partial"
 _BATCH_CHARACTERS = 4 << 20
 _BATCH_DOCUMENTS = 4096
+_NOTE_SHARE = 20  # a note takes longer the more shards there are: no more than a twentieth of the time goes to notes
+
+OnNote = Callable[[str], None]
+Encode = Callable[[Documents], Iterator[tuple[list[Document], list[TokenIds]]]]
+"""Documents in groups, in their order, each with its tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Built:
     """Documents and files that are not in the shards, by reason."""
     examples: tuple[Problem, ...]
     """The first few bad ones."""
+    resumed: int = 0
+    """Shards that an earlier build, which was broken off, had made already."""
 
 
 def build(
@@ -50,49 +59,217 @@ def build(
     shard_tokens: int = SHARD_TOKENS,
     skip_bad: bool = False,
     force: bool = False,
+    append: bool = False,
+    encode: Encode | None = None,
+    on_note: OnNote = lambda note: None,
 ) -> Built:
-    """Write the token shards of `sources` to `folder`; the same sources give the same bytes.
+    """Write the token shards of `sources` to `folder`, or behind those there; the same sources give the same bytes.
 
     A source is a file, a folder, or `python-stdlib`. Paths are taken as they are: a caller that
-    read them from a recipe resolves them first. Nothing counts as a data set before the last byte is on disk.
+    read them from a recipe resolves them first. Nothing counts as a data set before the last byte is on disk. A build
+    that was broken off goes on behind the last shard it completed when it is started again with the same sources.
     """
     started = time.monotonic()
     if shard_tokens < 1:
         raise ValueError(f"`shard_tokens` must be 1 or more, but is {shard_tokens} instead")
     _refuse_own_output(sources, folder)
     documents = Documents(sources, field=field, skip_bad=skip_bad)
+    request = _request(documents, tokenizer, field, shard_tokens, append)
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder), _ShardWriter(folder, token_dtype(tokenizer.vocabulary), shard_tokens) as writer:
-        _refuse_to_replace(folder, force)
-        counts = np.zeros(tokenizer.vocabulary, dtype=np.int64)
-        number = 0
-        for batch in _batches(documents):
-            tokens = _encoded(batch, tokenizer)
-            counts += np.bincount(tokens, minlength=tokenizer.vocabulary)
-            writer.write(tokens)
-            number += len(batch)
-            on_progress(documents.done, documents.bytes)
-        if not number:
+    with _alone_in(folder):
+        journal = BuildJournal(folder)
+        progress = journal.read()
+        if progress is not None and progress.index is not None:  # it was broken off while its files got their names
+            index = journal.finish(progress)
+            if progress.request == request:
+                return _built(index, started, progress, len(progress.shards))
+            progress = None
+        base = TokenShards.open(folder, check_sizes=False) if append else None
+        if base is None:
+            _refuse_to_replace(folder, force)
+        else:
+            _refuse_other_tokenizer(base, tokenizer)
+            if journal.is_done(request, base.index):
+                on_note("these sources are the newest edition already: nothing is added")
+                return Built(base.index, time.monotonic() - started, {}, ())
+        progress = _usable(journal, progress, request, base, on_note)
+        resumed = len(progress.shards)
+        work = _Work(journal, tokenizer, shard_tokens, base, progress)
+        documents = Documents(sources, field=field, skip_bad=skip_bad, place=progress.place)
+        encoded = encode(documents) if encode else _encoded(documents, tokenizer)
+        progress = work.run(documents, encoded, on_progress, sources)
+        return _built(journal.finish(progress), started, progress, resumed)
+
+
+def entropy(counts: NDArray[np.int64] | NDArray[np.float64]) -> float:
+    """Entropy in nats of the distribution these counts or shares describe."""
+    share = counts[counts > 0] / counts.sum()
+    return max(0.0, float(-(share * np.log(share)).sum()))
+
+
+def batches(documents: Documents) -> Iterator[list[Document]]:
+    """Documents in groups large enough to be worth a call, small enough to be held."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _Work:
+    """One build from the place where it stands to its last shard."""
+
+    def __init__(
+        self,
+        journal: BuildJournal,
+        tokenizer: Tokenizer,
+        shard_tokens: int,
+        base: TokenShards | None,
+        progress: Progress,
+    ) -> None:
+        self._journal, self._tokenizer, self._base, self._progress = journal, tokenizer, base, progress
+        self._next_note = 0.0
+        counts = journal.read_counts(progress) if progress.shards else self._first_counts()
+        assert counts is not None
+        first = len(base.index.shards) if base else 0
+        dtype = token_dtype(tokenizer.vocabulary)
+        self._writer = ShardWriter(journal.folder, dtype, shard_tokens, counts, first, progress.shards)
+
+    def run(
+        self,
+        documents: Documents,
+        encoded: Iterator[tuple[list[Document], list[TokenIds]]],
+        on_progress: OnProgress,
+        sources: Sequence[str],
+    ) -> Progress:
+        """Write all that is left; what to put in place then."""
+        try:
+            skip = self._progress.skip
+            for batch, ids in encoded:
+                self._write(batch, ids, skip)
+                on_progress(documents.done, documents.bytes)
+                skip = 0
+            self._writer.finish()
+        except BaseException:
+            self._writer.abandon()
+            self._journal.clean(self._progress if self._progress.shards else None)
+            raise
+        if not self._writer.shards:
+            self._journal.clean(None)
             raise SpecError([_empty(sources, documents)])
-        index = Index(
+        left = {"left_out": documents.left_out, "examples": documents.examples}
+        return self._note(left | {"stage": "placing" if self._base else "clearing"}, sources)
+
+    def _write(self, batch: list[Document], ids: list[TokenIds], skip: int) -> None:
+        """Write a batch, without the first `skip` tokens of its first document."""
+        tokens, ends = _joined(ids, self._tokenizer)
+        starts = [0, *ends[:-1]]
+
+        def closed(done: int) -> None:
+            if time.monotonic() < self._next_note:
+                return
+            # The last document that begins before the border; where the border is its end, all of it is skipped.
+            number = bisect_left(starts, done + skip) - 1
+            at = batch[number]
+            place = {"file": at.file, "line": at.line, "skip": done + skip - starts[number]}
+            self._note(place | {"left_out": dict(at.left_out), "examples": at.examples})
+
+        inside = np.array(ends, dtype=np.int64) - skip
+        self._writer.write(tokens[skip:], inside, closed)
+
+    def _note(self, changes: Mapping[str, object], sources: Sequence[str] | None = None) -> Progress:
+        """Put down what is done; with `sources`, that all of it is."""
+        began = time.monotonic()
+        self._writer.sync()
+        shards = tuple(self._writer.shards)
+        counts = self._journal.write_counts(shards, self._writer.counts)
+        index = None if sources is None else self._index(sources, counts)
+        done = {"shards": shards, "counts": counts, "index": index}
+        self._progress = self._progress.model_copy(update=dict(changes) | done)
+        self._journal.write(self._progress)
+        ended = time.monotonic()
+        self._next_note = ended + _NOTE_SHARE * (ended - began)
+        return self._progress
+
+    def _index(self, sources: Sequence[str], counts_hash: str) -> Index:
+        tokenizer, counts, base = self._tokenizer, self._writer.counts, self._base.index if self._base else None
+        shards = (*(base.shards if base else ()), *self._writer.shards)
+        edition = Edition(
+            shards=len(shards),
+            tokens=int(counts.sum()),
+            documents=(base.documents if base else 0) + sum(shard.documents for shard in self._writer.shards),
+            unigram_loss=entropy(counts),
+            counts=counts_hash,
+        )
+        return Index(
             tokenizer=tokenizer.name,
             vocabulary=tokenizer.vocabulary,
             end_of_text=tokenizer.end_of_text,
             dtype=token_dtype(tokenizer.vocabulary),
-            tokens=int(counts.sum()),
-            documents=number,
-            unigram_loss=entropy(counts),
-            sources=tuple(source_name(source) for source in sources),
-            shards=tuple(writer.finish()),
+            tokens=edition.tokens,
+            documents=edition.documents,
+            unigram_loss=edition.unigram_loss,
+            sources=(*(base.sources if base else ()), *(source_name(source) for source in sources)),
+            shards=shards,
+            editions=(*(base.all_editions if base else ()), edition),
         )
-        _commit(folder, index)
-    return Built(index, time.monotonic() - started, dict(documents.left_out), tuple(documents.examples))
+
+    def _first_counts(self) -> NDArray[np.int64]:
+        if self._base is None:
+            return np.zeros(self._tokenizer.vocabulary, dtype=np.int64)
+        return self._base.counts(self._base.newest)
 
 
-def entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in nats of the distribution these counts describe."""
-    share = counts[counts > 0] / counts.sum()
-    return max(0.0, float(-(share * np.log(share)).sum()))
+def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[list[Document], list[TokenIds]]]:
+    for batch in batches(documents):
+        yield batch, tokenizer.encode_many([document.text for document in batch])
+
+
+def _joined(ids: list[TokenIds], tokenizer: Tokenizer) -> tuple[TokenIds, list[int]]:
+    """The documents of a batch one after the other, each with its end; and the places behind them."""
+    end = np.array([tokenizer.end_of_text], dtype=token_dtype(tokenizer.vocabulary))
+    tokens = np.concatenate([piece for each in ids for piece in (each, end)])
+    if (largest := int(tokens.max())) >= tokenizer.vocabulary:
+        raise ValueError(
+            f"tokenizer {tokenizer.name} gave id {largest}, beyond its vocabulary of {tokenizer.vocabulary}"
+        )
+    return tokens, list(accumulate(len(each) + 1 for each in ids))
+
+
+def _request(documents: Documents, tokenizer: Tokenizer, field: str, shard_tokens: int, append: bool) -> str:
+    """A hash of what decides the bytes. Whether bad lines are left out does not: one that was kept was not bad."""
+    said = (documents.identity, tokenizer.name, tokenizer.end_of_text, field, shard_tokens, append)
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def _usable(
+    journal: BuildJournal, progress: Progress | None, request: str, base: TokenShards | None, on_note: OnNote
+) -> Progress:
+    """The progress to go on with; that of another build is said to be lost, and removed."""
+    fingerprint = base.index.fingerprint(base.newest) if base else ""
+    fresh = Progress(
+        request=request, base=fingerprint, stage="writing", shards=(), counts="", file=0, line=0, skip=0,
+        left_out={}, examples=(),
+    )  # fmt: skip
+    why = ""
+    if progress is not None and (progress.request, progress.base) != (request, fingerprint):
+        why = "it had other sources or settings, or a source has changed since"
+    elif progress is not None and progress.shards and journal.read_counts(progress) is None:
+        why = "the counts of its tokens are gone"
+    if progress is not None and why:
+        on_note(f"{len(progress.shards)} shards of a build that was broken off are dropped: {why}")
+        progress = None
+    journal.clean(progress)
+    return progress or fresh
+
+
+def _built(index: Index, started: float, progress: Progress, resumed: int) -> Built:
+    return Built(index, time.monotonic() - started, progress.left_out, progress.examples, resumed)
 
 
 def _refuse_own_output(sources: Sequence[str], folder: Path) -> None:
@@ -109,90 +286,6 @@ def _refuse_own_output(sources: Sequence[str], folder: Path) -> None:
 def _empty(sources: Sequence[str], documents: Documents) -> Problem:
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(documents.left_out.items())) or "none"
     return problem_at(Path(" ".join(sources)), 1, "source", f"holds no document (left out: {left_out})")
-
-
-def _batches(documents: Documents) -> Iterator[list[str]]:
-    """Documents in groups large enough to be worth a call, small enough to be held."""
-    batch: list[str] = []
-    characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _encoded(batch: list[str], tokenizer: Tokenizer) -> TokenIds:
-    """The documents of a batch one after the other, each with its end."""
-    end = np.array([tokenizer.end_of_text], dtype=token_dtype(tokenizer.vocabulary))
-    pieces = [piece for ids in tokenizer.encode_many(batch) for piece in (ids, end)]
-    tokens = np.concatenate(pieces)
-    if (largest := int(tokens.max())) >= tokenizer.vocabulary:
-        raise ValueError(
-            f"tokenizer {tokenizer.name} gave id {largest}, beyond its vocabulary of {tokenizer.vocabulary}"
-        )
-    return tokens
-
-
-class _ShardWriter:
-    """Cuts a stream of tokens into files of equal length, hashed as they are written and synced as they are closed.
-
-    The files carry the suffix `.partial` until the commit, so that a build that fails leaves what was there before.
-    """
-
-    def __init__(self, folder: Path, dtype: TokenDtype, shard_tokens: int) -> None:
-        self._folder = folder
-        self._dtype = on_disk(dtype)
-        self._shard_tokens = shard_tokens
-        self._shards: list[Shard] = []
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> Self:
-        self._remove_partial()  # of a build that was killed
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._remove_partial()
-
-    def write(self, tokens: TokenIds) -> None:
-        """Append tokens, across as many shards as they fill."""
-        while len(tokens):
-            if self._file is None:
-                self._file = (self._folder / (self._name + _PARTIAL)).open("xb")
-                self._held, self._digest = 0, hashlib.sha256()
-            piece, tokens = np.split(tokens, [self._shard_tokens - self._held])
-            raw = piece.astype(self._dtype).tobytes()
-            self._file.write(raw)
-            self._digest.update(raw)
-            self._held += len(piece)
-            if self._held == self._shard_tokens:
-                self._close(self._file)
-
-    def finish(self) -> list[Shard]:
-        """Close the last shard and list them all."""
-        if self._file is not None:
-            self._close(self._file)
-        return self._shards
-
-    @property
-    def _name(self) -> str:
-        return f"{len(self._shards):05d}.bin"
-
-    def _close(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        self._shards.append(Shard(file=self._name, tokens=self._held, sha256=self._digest.hexdigest()))
-        self._file = None
-
-    def _remove_partial(self) -> None:
-        for left in self._folder.glob(f"*{_PARTIAL}"):
-            left.unlink()
 
 
 @contextmanager
@@ -216,22 +309,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _refuse_to_replace(folder: Path, force: bool) -> None:
     if (folder / INDEX).exists() and not force:
         message = "already holds a data set"
-        raise SpecError([problem_at(folder, 1, "output", message, "choose another folder, or --force to replace it")])
+        hint = "choose another folder, --force to replace it, or `danlu data append` to add to it"
+        raise SpecError([problem_at(folder, 1, "output", message, hint)])
 
 
-def _commit(folder: Path, index: Index) -> None:
-    """Put shards and index in place; at no moment does an index stand beside shards that are not its own.
-
-    Old files are unlinked rather than overwritten: a process that still has one mapped keeps it.
-    """
-    (folder / INDEX).unlink(missing_ok=True)
-    sync_folder(folder)
-    for old in folder.glob("[0-9][0-9][0-9][0-9][0-9]*.bin"):
-        old.unlink()
-    for shard in index.shards:
-        (folder / (shard.file + _PARTIAL)).rename(folder / shard.file)
-    partial = folder / (INDEX + _PARTIAL)
-    write_durably(partial, index.model_dump_json(indent=2) + "\n")
-    sync_folder(folder)
-    partial.rename(folder / INDEX)
-    sync_folder(folder)
+def _refuse_other_tokenizer(base: TokenShards, tokenizer: Tokenizer) -> None:
+    index = base.index
+    if (index.tokenizer, index.end_of_text) != (tokenizer.name, tokenizer.end_of_text):
+        message = f'was built with tokenizer "{index.tokenizer}", but "{tokenizer.name}" is to be appended'
+        hint = "give --tokenizer and --end-of-text as they were, or build another data set and mix the two by weight"
+        raise SpecError([problem_in(base.where, INDEX, "tokenizer", message, hint)])

@@ -6,6 +6,8 @@ is fed in again until it falls inside (cycle walking), which keeps it a bijectio
 the same at the start of the run and after 10^15 samples, and the order takes no memory.
 """
 
+import hashlib
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,16 +32,27 @@ def shuffled(indices: Ints, size: int, seed: int) -> Ints:
         raise ValueError(f"`size` must be from 1 to 2^62, but is {size} instead")
     if not 0 <= seed < 2**64:
         raise ValueError(f"`seed` must be from 0 to 2^64 - 1, but is {seed} instead")
-    flat = np.asarray(indices, dtype=np.int64).reshape(-1)
+    flat = np.asarray(indices, dtype=np.int64)
     if flat.size and flat.min() < 0:
         raise ValueError(f"`indices` must be 0 or more, but hold {flat.min()}")
-    epoch, position = np.divmod(flat.astype(np.uint64), np.uint64(size))
-    key = mixed(mixed(np.array([seed], dtype=np.uint64)) + epoch)
+    epochs, positions = np.divmod(flat, size)
+    return permuted(positions, epochs, size, seed)
+
+
+def permuted(positions: Ints, epochs: Ints, size: int, seed: int) -> Ints:
+    """What stands at each position, from 0 to size - 1, of the order of its epoch: for each epoch a bijection."""
+    key = mixed(mixed(np.array([seed], dtype=np.uint64)) + epochs.reshape(-1).astype(np.uint64))
     half = max(_LEAST_HALF, ((size - 1).bit_length() + 1) // 2)
-    place = _feistel(position, key, half)
+    place = _feistel(positions.reshape(-1).astype(np.uint64), key, half)
     while (outside := np.flatnonzero(place >= size)).size:
         place[outside] = _feistel(place[outside], key[outside], half)
-    return place.astype(np.int64).reshape(np.shape(indices))
+    return place.astype(np.int64).reshape(positions.shape)
+
+
+def derived_seed(seed: int, *names: int | str) -> int:
+    """A seed of its own for a part of the order, such as one source of a mixture."""
+    text = "/".join(map(str, (seed, *names)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _feistel(value: Words, key: Words, half: int) -> Words:

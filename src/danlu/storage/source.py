@@ -1,13 +1,13 @@
 """Documents out of files: JSON lines, plain or gzipped, and text files of any kind."""
 
 import gzip
+import hashlib
 import io
 import json
 import platform
 import sysconfig
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,8 +29,34 @@ _MEND = "mend it, or leave such documents out (and counted) with --skip-bad"
 class _File:
     path: Path
     bytes: int
+    changed: int
+    """When it was last written, in nanoseconds."""
     spare: bool
     """A bad file of this source is left out and counted without being asked: it is not the user's to mend."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and where the reader stood when it came to it: enough to come to it again."""
+
+    text: str
+    file: int
+    """Number of its file in the order of the sources."""
+    line: int
+    """Line of its file; 0 where the file is one document."""
+    left_out: Mapping[str, int]
+    """What was left out before it."""
+    examples: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to go on reading, and what was left out before."""
+
+    file: int = 0
+    line: int = 0
+    left_out: Mapping[str, int] | None = None
+    examples: tuple[Problem, ...] = ()
 
 
 class _BadLineError(Exception):
@@ -44,31 +70,50 @@ class _BadLineError(Exception):
 class Documents:
     """The documents of some sources, in one fixed order; counts what it leaves out."""
 
-    def __init__(self, sources: Sequence[str], *, field: str = "text", skip_bad: bool = False) -> None:
-        self.left_out: Counter[str] = Counter()
-        """Documents and files left out, by reason."""
-        self.examples: list[Problem] = []
+    def __init__(
+        self, sources: Sequence[str], *, field: str = "text", skip_bad: bool = False, place: Place | None = None
+    ) -> None:
+        """Read from `place` on, or from the start."""
+        self.left_out: dict[str, int] = {}
+        """Documents and files left out, by reason; never changed in place, so that a document can hold it as it was."""
+        self.examples: tuple[Problem, ...] = ()
         """The first few of the bad ones."""
         self.done = 0
         """Bytes of the source files read so far."""
         self._field = field
         self._skip_bad = skip_bad
         self._files = self._find(sources)
+        self._place = place or Place()
+        if self._place.left_out is not None:
+            self.left_out, self.examples = dict(self._place.left_out), self._place.examples
         self.bytes = sum(file.bytes for file in self._files)
         """Bytes of all source files."""
 
-    def __iter__(self) -> Iterator[str]:
-        before = 0
+    @property
+    def identity(self) -> str:
+        """A hash of which files these are and when they were last written."""
+        digest = hashlib.sha256()
         for file in self._files:
+            digest.update(f"{file.path}\0{file.bytes}\0{file.changed}\n".encode())
+        return digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Document]:
+        before = 0
+        for number, file in enumerate(self._files):
             self.done = before
-            try:
-                lines = file.path.name.endswith((".jsonl", ".jsonl.gz"))
-                yield from self._json_lines(file, before) if lines else self._text(file)
-            except OSError as error:
-                problem = problem_at(file.path, 1, "file", f"cannot be read: {error.strerror or error}", _MEND)
-                self._bad("unreadable", problem, file.spare)
+            if number >= self._place.file:
+                for line, text in self._texts(file, before, self._place.line if number == self._place.file else 0):
+                    yield Document(text, number, line, self.left_out, self.examples)
             before += file.bytes
         self.done = self.bytes
+
+    def _texts(self, file: _File, before: int, first: int) -> Iterator[tuple[int, str]]:
+        try:
+            lines = file.path.name.endswith((".jsonl", ".jsonl.gz"))
+            yield from self._json_lines(file, before, first) if lines else self._text(file)
+        except OSError as error:
+            problem = problem_at(file.path, 1, "file", f"cannot be read: {error.strerror or error}", _MEND)
+            self._bad("unreadable", problem, file.spare)
 
     def _find(self, sources: Sequence[str]) -> list[_File]:
         """Every file of the sources: they in the order given, the files of a folder sorted by name."""
@@ -78,28 +123,28 @@ class Documents:
         files: list[_File] = []
         for source in sources:
             if source == PYTHON_STDLIB:
-                files += [_File(path, path.stat().st_size, True) for path in _standard_library()]
+                files += [_file(path, spare=True) for path in _standard_library()]
             else:
                 root = Path(source)
                 paths = self._walk(root) if root.is_dir() else [root]
-                files += [_File(path, path.stat().st_size, False) for path in paths]
+                files += [_file(path, spare=False) for path in paths]
         return files
 
     def _walk(self, folder: Path) -> Iterator[Path]:
         for path in sorted(folder.iterdir(), key=lambda path: path.name):
             if path.name.startswith("."):
-                self.left_out["hidden"] += 1
+                self._leave_out("hidden")
             elif path.is_dir():
                 if path.is_symlink():  # it may lead back to where we are
-                    self.left_out["linked folder"] += 1
+                    self._leave_out("linked folder")
                 else:
                     yield from self._walk(path)
             elif path.is_file():
                 yield path
             else:
-                self.left_out["not a file"] += 1
+                self._leave_out("not a file")
 
-    def _text(self, file: _File) -> Iterator[str]:
+    def _text(self, file: _File) -> Iterator[tuple[int, str]]:
         """A whole file as one document."""
         if file.bytes > LARGEST_DOCUMENT:
             message = f"is one document of {file.bytes} bytes, but {LARGEST_DOCUMENT} is the most"
@@ -113,19 +158,19 @@ class Documents:
             self._bad("not UTF-8", problem, file.spare)
             return
         if text:
-            yield text
+            yield 0, text
         else:
-            self.left_out["empty"] += 1
+            self._leave_out("empty")
 
-    def _json_lines(self, file: _File, before: int) -> Iterator[str]:
-        """A document a line, in the field asked for; a blank line holds nothing and is passed over."""
+    def _json_lines(self, file: _File, before: int, first: int) -> Iterator[tuple[int, str]]:
+        """A document a line from line `first` on, in the field asked for; a blank line holds nothing."""
         number = 0
         with file.path.open("rb") as raw:
             try:
                 for number, line in enumerate(_lines(raw, file.path), start=1):
                     self.done = before + raw.tell()
-                    if not line.isspace():
-                        yield from self._document(line, file.path, number)
+                    if number >= first and not line.isspace():
+                        yield from ((number, text) for text in self._document(line, file.path, number))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 problem = problem_at(file.path, number + 1, "file", f"is broken gzip from here on: {error}", _MEND)
                 self._bad("broken gzip", problem)
@@ -139,14 +184,22 @@ class Documents:
         if text:
             yield text
         else:
-            self.left_out["empty"] += 1
+            self._leave_out("empty")
 
     def _bad(self, reason: str, problem: Problem, spare: bool = False) -> None:
         if not (spare or self._skip_bad):
             raise SpecError([problem])
-        self.left_out[reason] += 1
+        self._leave_out(reason)
         if len(self.examples) < _EXAMPLES:
-            self.examples.append(problem)
+            self.examples += (problem,)
+
+    def _leave_out(self, reason: str) -> None:
+        self.left_out = self.left_out | {reason: self.left_out.get(reason, 0) + 1}
+
+
+def _file(path: Path, spare: bool) -> _File:
+    stat = path.stat()
+    return _File(path, stat.st_size, stat.st_mtime_ns, spare)
 
 
 def source_name(source: str) -> str:

@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """The ids of several texts, on several cores where the tokenizer can."""
         ...
 
+    def decode(self, ids: TokenIds) -> str:
+        """The text of these ids; what is cut off at the ends becomes �."""
+        ...
+
 
 @dataclass(frozen=True)
 class BytesTokenizer:
@@ -99,6 +103,10 @@ class FileTokenizer:
         """The ids of several texts, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: TokenIds) -> str:
+        """The text of these ids, the end of a text included."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:

@@ -100,5 +100,5 @@ def no_half_without_scaling(recipe: Sourced[Recipe]) -> Iterator[Problem]:
             )
 
 
-RECIPE_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_read, decay_fits, no_half_without_scaling)
+SETTING_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_read, decay_fits, no_half_without_scaling)
 DESCRIBED_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_reach, patterns_match)

@@ -1,0 +1,122 @@
+"""`danlu data append` and `danlu data at`: from a user's hands to bytes and back to text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from danlu.cli.app import app
+from danlu.spec.load import load_recipe
+from danlu.storage.taken_up import TakenUpLog
+from danlu.storage.tokens import TokenShards
+from danlu.storage.training_data import TrainingData, keep_promises
+
+RECIPE = """\
+name = "mixed"
+steps = 100
+seed = 5
+
+[model]
+base = "tiny-llama"
+vocabulary = 264
+
+[batch]
+sequences = 4
+length = 16
+
+[[data.sources]]
+shards = "words"
+weight = 3
+
+[[data.sources]]
+shards = "numbers"
+weight = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("words", "numbers"):
+        lines = [json.dumps({"text": f"{name} of document {number}, "}) for number in range(40)]
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
+        assert danlu("data", "build", f"{name}.jsonl", "-o", name, "--shard-tokens", "500").exit_code == 0
+    Path("mixed.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def danlu(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def located(*arguments: str) -> list[dict[str, Any]]:
+    result = danlu("data", "at", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    answer: list[dict[str, Any]] = json.loads(result.stdout)
+    return answer
+
+
+def test_every_sample_of_a_step_leads_back_to_its_documents(folder: Path) -> None:
+    samples = located("mixed.toml", "--step", "3")
+    assert [sample["index"] for sample in samples] == [8, 9, 10, 11]
+    assert sorted(sample["source"] for sample in samples) == [0, 0, 0, 1]
+    for sample in samples:
+        shards = TokenShards.open(Path(sample["where"]))
+        name = Path(sample["where"]).name
+        texts = [json.loads(line)["text"] for line in Path(f"{name}.jsonl").read_text().splitlines()]
+        assert sum(part["tokens"][1] - part["tokens"][0] for part in sample["documents"]) == 17
+        for part in sample["documents"]:
+            whole = texts[part["document"]] + "<|endoftext|>"
+            assert part["text"] in whole and part["text"]
+        raw = b"".join(
+            (Path(sample["where"]) / part["file"]).read_bytes()[slice(*part["bytes"])] for part in sample["shards"]
+        )
+        assert (np.frombuffer(raw, "<u2") == shards.read(sample["sample"] * 16, 17)).all()
+
+
+def test_ranks_share_the_step(folder: Path) -> None:
+    Path("plan.toml").write_text("[degrees]\nreplicate = 2\ntp = 2\n")
+    whole = located("mixed.toml", "--step", "3")
+    parts = [located("mixed.toml", "--step", "3", "--plan", "plan.toml", "--rank", str(rank)) for rank in range(4)]
+    assert parts[0] == parts[1] == whole[:2] and parts[2] == parts[3] == whole[2:]
+    assert (
+        "must be below 4"
+        in danlu("data", "at", "mixed.toml", "--step", "1", "--plan", "plan.toml", "--rank", "4").output
+    )
+
+
+def test_a_run_is_shown_as_it_read_over_an_append(folder: Path) -> None:
+    run = folder / "runs" / "mixed"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text(
+        RECIPE.replace('"words"', f'"{folder}/words"').replace('"numbers"', f'"{folder}/numbers"')
+    )
+    (run / "plan.toml").write_text("")
+    (run / "events.jsonl").write_text("")
+    recipe = load_recipe(run / "recipe.toml")
+    log = TakenUpLog(run / "data.jsonl")
+    keep_promises(log, TrainingData.of(recipe.data, 16, 5), 0)
+    before = [located("mixed", "--step", str(step)) for step in (2, 20)]
+    result = danlu("data", "append", "numbers.jsonl", "-o", "words")
+    assert result.exit_code == 0 and "edition 1" in result.output
+    assert [located("mixed", "--step", str(step)) for step in (2, 20)] == before, "promised, whatever was appended"
+    keep_promises(log, TrainingData.of(recipe.data, 16, 5), 40)
+    after = [located("mixed", "--step", str(step)) for step in (2, 20)]
+    assert after[0] == before[0] and after[1] != before[1]
+    shown = danlu("data", "show", "words").output
+    assert "0: 2 shards" in shown and "1: 3 shards" in shown and "every block" in shown
+
+
+def test_a_table_for_people(folder: Path) -> None:
+    shown = danlu("data", "at", "mixed.toml", "--step", "1").output
+    assert "step 1, all ranks" in shown and "document" in shown and "words" in shown
+
+
+def test_an_append_wants_what_the_data_set_was_built_with(folder: Path) -> None:
+    index = folder / "words" / "index.json"
+    index.write_text(index.read_text().replace('"tokenizer": "bytes"', '"tokenizer": "other.json sha256:0"'))
+    result = danlu("data", "append", "numbers.jsonl", "-o", "words")
+    assert "--tokenizer FILE" in str(result.exception)
