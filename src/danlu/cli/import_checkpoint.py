@@ -55,6 +55,8 @@ def _import(
 ) -> None:
     with told_plainly():
         goal = find_place(output, RUNS, settings, new=True)
+        if goal.step is not None:
+            fail(f"say the step with --step {goal.step}, and the folder without it: -o {goal.label}")
         number = step if step is not None else _step_in(source)
         try:
             found = open_source(source)
