@@ -34,7 +34,7 @@ def _table(number: int, each: Verified) -> Table:
     title = (
         f"{number}: {degrees_text(choice)}{'' if schedule == MISSING else f', {schedule}'}, microbatch "
         f"{choice.microbatch} × {choice.candidate.core.microbatches}, recompute {choice.candidate.work.recompute}: "
-        f"{step_text(choice.seconds)} a step (dry run of {len(each.places)} ranks: {duration(each.seconds)})"
+        f"{step_text(choice.seconds)} a step (dry run of {_ranks(len(each.places))}: {duration(each.seconds)})"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(f"rank {each.rank:,}, place {each.place}" if len(each.places) > 1 else "rank 0", no_wrap=True)
@@ -46,12 +46,18 @@ def _table(number: int, each: Verified) -> Table:
     return table
 
 
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
 def _style(line: Line) -> str:
     return "yellow" if line.is_wrong else ""
 
 
 def _shown(line: Line, value: float) -> str:
-    return f"{value / 1e12:,.3g} TFLOPs" if line.unit == "FLOPs" else f"{value / 1e9:,.3f} GB"
+    if line.unit == "FLOPs":
+        return f"{value / 1e12:,.0f} TFLOPs" if value >= 1e14 else f"{value / 1e12:.3g} TFLOPs"
+    return f"{value / 1e9:,.3f} GB"
 
 
 def verified_json(found: Sequence[Verified], chosen: Verified | None, kept: Goodput | None) -> dict[str, Any]:
