@@ -12,10 +12,11 @@ import torch.multiprocessing as mp
 
 from danlu.chips import OPERATIONS
 from danlu.chips.cpu import gloo
-from danlu.chips.descriptor import Operation, Wire
+from danlu.chips.descriptor import Wire
 from danlu.chips.measure import MeasureError
-from danlu.comm.measure import QUICK, fit_line, hops, measure_ranks, steps, traffic
-from danlu.spec import Cluster, load_cluster
+from danlu.comm.collective_speed import fit_line, hops, traffic
+from danlu.comm.measure import QUICK, measure_ranks, steps
+from danlu.spec import Cluster, Operation, load_cluster
 
 # --- the arithmetic
 
@@ -79,7 +80,7 @@ def test_one_rank_has_no_network_and_is_still_measured() -> None:
     effort = QUICK.model_copy(update={"peak": 0.1, "memory": 0.05})
     figures = measure_ranks("cpu", 1, 1, effort, begun.append)
     assert figures.fits == () and figures.peak["fp32"] > 1e9
-    assert tuple(begun) == steps(1)
+    assert tuple(begun) == steps((("node", 1),), effort)
 
 
 def test_a_rank_that_fails_is_named_with_its_reason() -> None:

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -79,10 +80,11 @@ def memory_bandwidth(device: torch.device, seconds: float = 0.5, sharers: int = 
     return 2 * size / _seconds_each(lambda: target.copy_(source), device, seconds)
 
 
-def _seconds_each(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+def _seconds_each(run: Callable[[], object], device: torch.device, seconds: float, warm: bool = True) -> float:
     """Mean seconds of `run`, repeated for about `seconds` after one warm run."""
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
-    run()
+    if warm:
+        run()
     synchronize()
     start = time.perf_counter()
     run()
@@ -100,6 +102,16 @@ def _seconds_each(run: Callable[[], object], device: torch.device, seconds: floa
         repeats += batch
         elapsed = time.perf_counter() - start
     return elapsed / repeats
+
+
+def steady_seconds(run: Callable[[], object], device: torch.device, seconds: float, pieces: int = 5) -> float:
+    """Seconds of `run` as it goes on and on: the median over `pieces` of `seconds`, each a mean.
+
+    A mean inside a piece, because ranks that share a core take turns of milliseconds; a median over pieces, because
+    other work on the machine comes and goes.
+    """
+    run()
+    return statistics.median(_seconds_each(run, device, seconds / pieces, warm=False) for _ in range(pieces))
 
 
 @dataclass(frozen=True)
