@@ -233,6 +233,9 @@ def _elementwise(
     else:
         total = times.of("norm", stream, 2) + times.of("add", stream, 2)
         total += times.of("rotation", queries) + times.of("rotation", keys) + times.of("activation", hidden)
+    if cut.tp > 1 and software.sequence_parallel:
+        # Positions are gathered and scattered rank by rank, and put in order by a copy: once each for both halves.
+        total += times.of("copy", tokens * shape.width, 2 * (1 + (not moe or shape.shared_width > 0)))
     if moe:
         local = max(1, shape.experts // cut.ep)
         rows = tokens * shape.top_k / cut.tp * software.imbalance
