@@ -59,7 +59,7 @@ def test_what_a_ring_sends() -> None:
 def test_the_probe_writes_a_cluster_that_loads_and_is_plausible(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     command = [sys.executable, "-m", "danlu", "probe", "--quick", "--ranks", "2", "--json", "-o", str(file)]
-    done = subprocess.run([*command, "--disk", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--disk", str(tmp_path)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     answer = json.loads(done.stdout)

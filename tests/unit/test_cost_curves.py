@@ -84,7 +84,9 @@ def test_a_probed_chip_is_predicted_from_its_operators() -> None:
     assert not once.notes
 
 
-@pytest.mark.parametrize("operator", [name for name in get_args(Operator) if "dispatch" not in name])
+@pytest.mark.parametrize(
+    "operator", [name for name in get_args(Operator) if "dispatch" not in name and name != "split"]
+)
 def test_no_measured_operator_is_forgotten(operator: Operator) -> None:
     layout = Layout(shard=4, reshards=True)
     slower = OPERATORS | {operator: Curve(sizes=(1.0, 1e12), seconds=(1e-8, 1e4))}
@@ -93,6 +95,17 @@ def test_no_measured_operator_is_forgotten(operator: Operator) -> None:
         for curves in (OPERATORS, slower)
     ]
     assert seconds[1] > seconds[0]
+
+
+def test_shared_matrices_cost_the_host_as_measured() -> None:
+    slower = OPERATORS | {"split": Curve(sizes=(1.0, 2.0), seconds=(1.0, 2.0))}
+    seconds = [
+        Predictor(DENSE, BATCH, probed(operators={"bf16": curves}), OURS).step(Layout(shard=2, tp=tp)).seconds
+        for tp in (1, 2)
+        for curves in (OPERATORS, slower)
+    ]
+    assert seconds[0] == seconds[1]
+    assert seconds[3] - seconds[2] >= DENSE.layers
 
 
 def test_experts_are_dispatched_as_measured() -> None:

@@ -80,11 +80,10 @@ def memory_bandwidth(device: torch.device, seconds: float = 0.5, sharers: int = 
     return 2 * size / _seconds_each(lambda: target.copy_(source), device, seconds)
 
 
-def _seconds_each(run: Callable[[], object], device: torch.device, seconds: float, warm: bool = True) -> float:
+def _seconds_each(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Mean seconds of `run`, repeated for about `seconds` after one warm run."""
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
-    if warm:
-        run()
+    run()
     synchronize()
     start = time.perf_counter()
     run()
@@ -105,13 +104,27 @@ def _seconds_each(run: Callable[[], object], device: torch.device, seconds: floa
 
 
 def steady_seconds(run: Callable[[], object], device: torch.device, seconds: float, pieces: int = 5) -> float:
-    """Seconds of `run` as it goes on and on: the median over `pieces` of `seconds`, each a mean.
+    """Seconds of `run` as it goes on and on: the median over up to `pieces` of `seconds`, each a mean.
 
     A mean inside a piece, because ranks that share a core take turns of milliseconds; a median over pieces, because
-    other work on the machine comes and goes.
+    other work on the machine comes and goes. What takes longer than a piece is run two times at least.
     """
     run()
-    return statistics.median(_seconds_each(run, device, seconds / pieces, warm=False) for _ in range(pieces))
+    once = _batch_seconds(run, device, 1)
+    batch = max(1, int(seconds / pieces / max(once, 1e-7)))
+    pieces = max(2, min(pieces, int(seconds / max(once, 1e-7))))
+    return statistics.median(_batch_seconds(run, device, batch) for _ in range(pieces))
+
+
+def _batch_seconds(run: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Mean seconds of `run` over so many runs, with one synchronisation at the end."""
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(batch):
+        run()
+    synchronize()
+    return (time.perf_counter() - start) / batch
 
 
 @dataclass(frozen=True)

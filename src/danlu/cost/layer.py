@@ -236,6 +236,7 @@ def _elementwise(
     if cut.tp > 1 and software.sequence_parallel:
         # Positions are gathered and scattered rank by rank, and put in order by a copy: once each for both halves.
         total += times.of("copy", tokens * shape.width, 2 * (1 + (not moe or shape.shared_width > 0)))
+        total += times.of("split", 1, 2 / 3 if backward else 1 / 3)
     if moe:
         local = max(1, shape.experts // cut.ep)
         rows = tokens * shape.top_k / cut.tp * software.imbalance

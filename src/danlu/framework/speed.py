@@ -16,11 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from danlu.framework.moe import MoeLayer
 from danlu.framework.optimizer import build_optimizer
-from danlu.framework.transformer import rotate
+from danlu.framework.placements import tensor_placements
+from danlu.framework.transformer import Decoder, rotate
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.norm import clip, local_square_sum
+from danlu.parallel.tensor import apply_tp
 from danlu.spec.cluster import Operator
-from danlu.spec.model import Moe
+from danlu.spec.model import Model, Moe
 from danlu.spec.recipe import Optimizer
 
 Run = Callable[[], object]
@@ -44,7 +46,7 @@ def operators(device: torch.device, dtype: torch.dtype) -> dict[Operator, Callab
         return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
     def matmul() -> Iterable[Timed]:
-        for tokens in (16, 128, 1024, 4096):
+        for tokens in (16, 128, 1024):
             inputs = values(tokens, 1024), values(1024, 1024), values(tokens, 1024)
             yield 2.0 * tokens * 1024**2, partial(_products, *inputs), 3
 
@@ -82,12 +84,16 @@ def operators(device: torch.device, dtype: torch.dtype) -> dict[Operator, Callab
             yield float(_TOP_K * x.numel()), _pass(layer, [x], back), 1
 
     def update() -> Iterable[Timed]:
-        for width in (128, 512, 1024, 2048):
+        for width in (128, 512, 1024):
             yield _updated([nn.Linear(width, width, bias=False, device=device) for _ in range(8)], device)
 
     def unit() -> Iterable[Timed]:
         for width in (16, 256, 512, 768, 1024):
             yield _sharded(width, device, dtype)
+
+    def split() -> Iterable[Timed]:
+        for layers in (1, 2):
+            yield _shared(layers, device, dtype)
 
     norm = nn.RMSNorm(_WIDTH).to(device, dtype)
     return {
@@ -108,6 +114,7 @@ def operators(device: torch.device, dtype: torch.dtype) -> dict[Operator, Callab
         "dispatch_backward": lambda: routed(True),
         "optimizer": update,
         "unit": unit,
+        "split": split,
     }
 
 
@@ -199,10 +206,10 @@ class _Matrices(nn.Module):
 
 def _sharded(width: int, device: torch.device, dtype: torch.dtype) -> Timed:
     """A module gathered forward and again backward, and its gradient reduced, over this rank alone."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(alone, device.type)
     module = _Matrices(width, device)
-    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=True)
+    fully_shard(
+        module, mesh=_mesh_of_one(device), mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=True
+    )
     x = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
 
     def run() -> None:
@@ -211,3 +218,20 @@ def _sharded(width: int, device: torch.device, dtype: torch.dtype) -> Timed:
             parameter.grad = None
 
     return 8.0 * width**2, run, 1
+
+
+def _shared(layers: int, device: torch.device, dtype: torch.dtype) -> Timed:
+    """Small layers whose matrices are shared over this rank alone."""
+    model = Model(vocabulary=64, layers=layers, width=64, heads=4, mlp_width=64, sequence=16)
+    part = Decoder(model, first=False, last=False).to(device, dtype)
+    apply_tp(part, tensor_placements(part), _mesh_of_one(device))
+    x = torch.zeros(1, 16, 64, device=device, dtype=dtype, requires_grad=True)
+
+    def run() -> None:
+        part(x).sum().backward()
+
+    return float(layers), run, 1
+
+
+def _mesh_of_one(device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), device.type)

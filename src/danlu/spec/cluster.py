@@ -29,6 +29,7 @@ Operator = Literal[
     "dispatch_backward",
     "optimizer",
     "unit",
+    "split",
 ]
 """What a chip's time is made of, as `danlu probe` measures it by itself. The size of each:
 
@@ -38,6 +39,7 @@ Operator = Literal[
   layer, of a sum, of a copy, of the scores, of token copies times the width
 - optimizer: parameters
 - unit: parameters of a module that is sharded over one rank: gathered twice, reduced once, and nothing computed
+- split: layers whose matrices are shared by one rank, forward and backward, with next to nothing to compute
 """
 
 
