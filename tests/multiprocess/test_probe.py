@@ -1,4 +1,5 @@
 import json
+import socket
 import subprocess
 import sys
 from itertools import product
@@ -12,10 +13,13 @@ import torch.multiprocessing as mp
 
 from danlu.chips import OPERATIONS
 from danlu.chips.cpu import gloo
-from danlu.chips.descriptor import Operation, Wire
+from danlu.chips.descriptor import Wire
 from danlu.chips.measure import MeasureError
-from danlu.comm.measure import QUICK, fit_line, hops, measure_ranks, steps, traffic
-from danlu.spec import Cluster, load_cluster
+from danlu.comm.collective_speed import fit_line, hops, traffic
+from danlu.comm.measure import QUICK, measure_ranks, steps
+from danlu.cost import Layout, Predictor
+from danlu.spec import Cluster, Model, Operation, load_cluster
+from danlu.spec.recipe import Batch
 
 # --- the arithmetic
 
@@ -55,7 +59,7 @@ def test_what_a_ring_sends() -> None:
 def test_the_probe_writes_a_cluster_that_loads_and_is_plausible(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     command = [sys.executable, "-m", "danlu", "probe", "--quick", "--ranks", "2", "--json", "-o", str(file)]
-    done = subprocess.run([*command, "--disk", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--disk", str(tmp_path)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     answer = json.loads(done.stdout)
@@ -79,7 +83,7 @@ def test_one_rank_has_no_network_and_is_still_measured() -> None:
     effort = QUICK.model_copy(update={"peak": 0.1, "memory": 0.05})
     figures = measure_ranks("cpu", 1, 1, effort, begun.append)
     assert figures.fits == () and figures.peak["fp32"] > 1e9
-    assert tuple(begun) == steps(1)
+    assert tuple(begun) == steps((("node", 1),), effort)
 
 
 def test_a_rank_that_fails_is_named_with_its_reason() -> None:
@@ -94,6 +98,47 @@ def test_what_the_user_can_mend_ends_without_a_traceback(tmp_path: Path, options
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert options[1].split("/")[0] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rank", "0"], "--rank: needs --ranks"),
+        (["--store", "localhost:1"], "belong to --rank"),
+        (["--rank", "2", "--ranks", "2", "--store", "localhost:1", "--levels", "node:2"], "must be below --ranks 2"),
+        (["--rank", "0", "--ranks", "2", "--store", "localhost:1", "--levels", "node"], '"node" must be a name'),
+        (["--rank", "0", "--ranks", "2", "--store", "localhost:1", "--levels", "node:3"], "must hold all 2 ranks"),
+    ],
+)
+def test_a_place_in_a_cluster_must_be_whole(tmp_path: Path, options: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "danlu", "probe", "--quick", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        store = f"127.0.0.1:{taken.getsockname()[1]}"
+    file = tmp_path / "cluster.toml"
+    common = [sys.executable, "-m", "danlu", "probe", "--quick", "--ranks", "2", "--threads", "1", "-o", str(file)]
+    common += ["--disk", str(tmp_path), "--store", store, "--levels", "node:1,fabric:2"]
+    ranks = [
+        subprocess.Popen([*common, "--rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    cluster = load_cluster(str(file))
+    assert [(level.name, level.fanout) for level in cluster.levels] == [("node", 1), ("fabric", 2)]
+    assert not cluster.levels[0].collectives
+    assert [found.operation for found in cluster.levels[1].collectives] == list(OPERATIONS)
+    assert not cluster.chip.overlaps and cluster.chip.alone >= 1
+    assert set(cluster.chip.operators) == {"fp32", "bf16"}
+    model = Model(vocabulary=512, layers=2, width=256, heads=4, sequence=256)
+    step = Predictor(model, Batch(sequences=4, length=256), cluster, dtype="fp32").step(Layout(shard=2, reshards=True))
+    assert 1e-3 < step.seconds < 100 and not step.notes
 
 
 # --- the operation matrix, held against the library itself

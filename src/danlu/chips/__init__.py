@@ -7,12 +7,12 @@ from danlu.chips.descriptor import (
     Descriptor,
     Finding,
     Health,
-    Operation,
     Runtime,
     SchedulerNames,
     Telemetry,
 )
 from danlu.chips.registry import ChipError, chips, find
+from danlu.spec import Operation
 
 __all__ = [
     "OPERATIONS",

@@ -10,8 +10,8 @@ from itertools import product
 import torch
 
 from danlu.chips import host
-from danlu.chips.descriptor import OPERATIONS, Collectives, Operation, Wire
-from danlu.spec import Chip
+from danlu.chips.descriptor import OPERATIONS, Collectives, Wire
+from danlu.spec import Chip, Operation
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from importlib.util import find_spec
 from itertools import product
 
 from danlu.chips.accelerator import AcceleratorRuntime
-from danlu.chips.descriptor import OPERATIONS, Collectives, Descriptor, Operation, SchedulerNames, Wire
+from danlu.chips.descriptor import OPERATIONS, Collectives, Descriptor, SchedulerNames, Wire
 from danlu.chips.health import SelfCheck
+from danlu.spec import Operation
 
 
 def _build_lacks() -> str:

@@ -7,9 +7,9 @@ from itertools import product
 import torch
 
 from danlu.chips import host
-from danlu.chips.descriptor import OPERATIONS, Collectives, Descriptor, Operation, SchedulerNames, Wire
+from danlu.chips.descriptor import OPERATIONS, Collectives, Descriptor, SchedulerNames, Wire
 from danlu.chips.health import SelfCheck
-from danlu.spec import Chip
+from danlu.spec import Chip, Operation
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
 """What a chip package tells Danlu: one versioned descriptor of small providers."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
-from danlu.spec import Chip
+from danlu.spec import Chip, Operation
 
 VERSION = 1
 """Version of `Descriptor` that this Danlu reads."""
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
-OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 Wire = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "int64", "int32", "uint8"]
 """A type of element a collective may be asked to carry."""

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -100,6 +101,30 @@ def _seconds_each(run: Callable[[], object], device: torch.device, seconds: floa
         repeats += batch
         elapsed = time.perf_counter() - start
     return elapsed / repeats
+
+
+def steady_seconds(run: Callable[[], object], device: torch.device, seconds: float, pieces: int = 5) -> float:
+    """Seconds of `run` as it goes on and on: the median over up to `pieces` of `seconds`, each a mean.
+
+    A mean inside a piece, because ranks that share a core take turns of milliseconds; a median over pieces, because
+    other work on the machine comes and goes. What takes longer than a piece is run two times at least.
+    """
+    run()
+    once = _batch_seconds(run, device, 1)
+    batch = max(1, int(seconds / pieces / max(once, 1e-7)))
+    pieces = max(2, min(pieces, int(seconds / max(once, 1e-7))))
+    return statistics.median(_batch_seconds(run, device, batch) for _ in range(pieces))
+
+
+def _batch_seconds(run: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Mean seconds of `run` over so many runs, with one synchronisation at the end."""
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(batch):
+        run()
+    synchronize()
+    return (time.perf_counter() - start) / batch
 
 
 @dataclass(frozen=True)

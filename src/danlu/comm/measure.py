@@ -1,25 +1,26 @@
 """Measure ranks at work together: each one's share of the machine, and what their collectives cost."""
 
 import multiprocessing
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
+from math import prod
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 
-from danlu.chips import OPERATIONS, Descriptor, Operation, find
-from danlu.chips.measure import DTYPES, MeasureError, matmul_peak, memory_bandwidth
-from danlu.spec.cluster import Dtype
+from danlu.chips import OPERATIONS, Descriptor, find
+from danlu.chips.measure import DTYPES, MeasureError, matmul_peak, memory_bandwidth, steady_seconds
+from danlu.comm.collective_speed import CollectiveTimer, Fanouts, Fit, agreed, groupings
+from danlu.comm.join import Place, meet
+from danlu.spec.cluster import Curve, Dtype, Operator
 from danlu.spec.description import Description, Many
 
 _KIB, _MIB = 2**10, 2**20
-_LEAST_REPEATS, _MOST_REPEATS = 3, 200
 # A rank that has not answered for so long has died in a way its process does not show, or the machine is stuck.
 _PATIENCE = timedelta(minutes=2)
 
@@ -34,36 +35,38 @@ class Effort(Description):
     """Seconds for each collective, over all its sizes."""
     sizes: Many[int]
     """Bytes a collective is asked to move, as the buffer its caller sees."""
+    operator: float
+    """Seconds for each size of each operator."""
+    dtypes: Many[Dtype]
+    """Types in which operators are measured, where the device knows them."""
 
 
-THOROUGH = Effort(peak=1.5, memory=1.0, collective=2.5, sizes=tuple(_KIB * 4**power for power in range(9)))
-QUICK = Effort(peak=0.3, memory=0.2, collective=0.3, sizes=(_KIB, 16 * _KIB, 256 * _KIB, 4 * _MIB, 16 * _MIB))
+THOROUGH = Effort(
+    peak=1.5,
+    memory=1.0,
+    collective=2.0,
+    sizes=tuple(_KIB * 4**power for power in range(9)),
+    operator=0.12,
+    dtypes=("fp32", "bf16"),
+)
+QUICK = Effort(
+    peak=0.3,
+    memory=0.2,
+    collective=0.3,
+    sizes=(_KIB, 16 * _KIB, 256 * _KIB, 4 * _MIB, 16 * _MIB),
+    operator=0.03,
+    dtypes=("fp32", "bf16"),
+)
+
+Timed = tuple[float, Callable[[], object], float]
+"""A size, what to run, and how many of that size it does at once."""
+Operators = Callable[[torch.device, torch.dtype], dict[Operator, Callable[[], Iterable[Timed]]]]
+"""Makes the runs of every operator; a function of a module, because ranks are started afresh and look it up."""
 
 
-class Fit(Description):
-    """`seconds = latency + size · per_byte` for one collective over some ranks."""
-
-    operation: Operation
-    ranks: int
-    latency: float
-    """α: seconds of the whole operation, however small."""
-    per_byte: float
-    """β: seconds for each byte of the buffer its caller sees."""
-    error: float
-    """Largest departure of a measured time from the line, relative to the time."""
-    sizes: Many[int]
-    seconds: Many[float]
-    """The measured times behind the line: of the slowest rank, median of the repeats."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second that one rank sends while it runs, counting what a ring would send and no more."""
-        return traffic(self.operation, self.ranks) / self.per_byte
-
-    @property
-    def hop(self) -> float:
-        """Seconds of one of the steps a ring would take."""
-        return self.latency / hops(self.operation, self.ranks)
+def no_operators(device: torch.device, dtype: torch.dtype) -> dict[Operator, Callable[[], Iterable[Timed]]]:
+    """Measure the device and the network, and no operators."""
+    return {}
 
 
 class RankFigures(Description):
@@ -73,54 +76,29 @@ class RankFigures(Description):
     threads: int
     peak: dict[Dtype, float]
     memory_bandwidth: float
+    alone: float
+    """How many times faster one rank multiplies while the others rest."""
+    operators: dict[Dtype, dict[Operator, Curve]]
     fits: Many[Fit]
-    """One a collective; none for a single rank."""
+    """One a collective and kind of group; none for a single rank."""
     left_out: dict[str, str]
     """What could not be measured, and why."""
 
 
-def traffic(operation: Operation, ranks: int) -> float:
-    """Bytes a ring sends from each rank for each byte of the caller's buffer."""
-    if operation == "p2p":
-        return 1.0
-    return (2.0 if operation == "all_reduce" else 1.0) * (ranks - 1) / ranks
-
-
-def hops(operation: Operation, ranks: int) -> int:
-    """Steps of a ring, one after the other."""
-    if operation == "p2p":
-        return 1
-    return (2 if operation == "all_reduce" else 1) * (ranks - 1)
-
-
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """α and β of `seconds = α + β · size`, neither below zero, with the least relative error.
-
-    Weighing each time by its inverse square makes a microsecond of a small message count as much as a
-    millisecond of a large one: the small sizes fix α, the large ones β.
-    """
-    if len(sizes) < 2 or len(sizes) != len(seconds):
-        raise ValueError(f"`sizes` and `seconds` must be two or more pairs, but are {len(sizes)} and {len(seconds)}")
-    weights = [second**-2 for second in seconds]
-    total = sum(weights)
-    mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
-    mean_seconds = sum(w * second for w, second in zip(weights, seconds, strict=True)) / total
-    pairs = list(zip(weights, sizes, seconds, strict=True))
-    covariance = sum(w * (size - mean_size) * (second - mean_seconds) for w, size, second in pairs)
-    beta = covariance / sum(w * (size - mean_size) ** 2 for w, size, _ in pairs)
-    alpha = mean_seconds - beta * mean_size
-    if alpha < 0:
-        return 0.0, sum(w * size * second for w, size, second in pairs) / sum(w * size**2 for w, size, _ in pairs)
-    return (alpha, beta) if beta > 0 else (mean_seconds, 0.0)
-
-
-def steps(ranks: int) -> tuple[str, ...]:
-    """Names of the measures `measure_ranks` takes, in its order."""
-    return (*(f"matmul {name}" for name in DTYPES), "memory", *(OPERATIONS if ranks > 1 else ()))
+def steps(levels: Fanouts, effort: Effort) -> tuple[str, ...]:
+    """Names of the measures that are taken, in their order."""
+    collectives = (f"{operation} × {group.ranks}" for group in groupings(levels) for operation in OPERATIONS)
+    operators = (f"operators {name}" for name in effort.dtypes)
+    return (*(f"matmul {name}" for name in DTYPES), "memory", *operators, *collectives)
 
 
 def measure_ranks(
-    chip: str, ranks: int, threads: int, effort: Effort, on_step: Callable[[str], None] = lambda name: None
+    chip: str,
+    ranks: int,
+    threads: int,
+    effort: Effort,
+    on_step: Callable[[str], None] = lambda name: None,
+    operators: Operators = no_operators,
 ) -> RankFigures:
     """Start `ranks` processes on this machine and measure what each gets while all run; calls `on_step` as each begins.
 
@@ -134,7 +112,7 @@ def measure_ranks(
         try:
             for rank in range(ranks):
                 reader, writer = context.Pipe(duplex=False)
-                args = (writer, rank, ranks, chip, threads, effort.model_dump_json(), f"{folder}/store")
+                args = (writer, rank, ranks, chip, threads, effort.model_dump_json(), f"{folder}/store", operators)
                 process = context.Process(target=_rank, args=args, name=f"danlu probe rank {rank}", daemon=True)
                 process.start()
                 writer.close()  # ours: the pipe ends when the rank's own end does
@@ -176,7 +154,40 @@ def _listen(
     raise MeasureError(f"the ranks ended without figures, with exit codes {codes}")
 
 
-def _rank(pipe: Connection, rank: int, ranks: int, chip: str, threads: int, effort: str, store: str) -> None:
+def measure_place(
+    place: Place,
+    chip: str,
+    threads: int,
+    effort: Effort,
+    levels: Fanouts,
+    on_step: Callable[[str], None] = lambda name: None,
+    operators: Operators = no_operators,
+) -> RankFigures:
+    """Measure as one rank of a cluster whose ranks were started elsewhere, in order over its levels.
+
+    Every rank calls this; all of them get the same figures.
+    """
+    if prod(fanout for _, fanout in levels) != place.world:
+        made = " × ".join(str(fanout) for _, fanout in levels)
+        raise MeasureError(f"the levels must hold all {place.world} ranks, but hold {made}")
+    torch.set_num_threads(threads)
+    session = _Session(find(chip), place.rank, place.world, place.local_rank, meet(place))
+    try:
+        return session.measure(threads, effort, levels, on_step, operators)
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank(
+    pipe: Connection,
+    rank: int,
+    ranks: int,
+    chip: str,
+    threads: int,
+    effort: str,
+    store: str,
+    operators: Operators,
+) -> None:
     """The life of one rank."""
 
     def say(kind: str, text: str) -> None:
@@ -188,8 +199,9 @@ def _rank(pipe: Connection, rank: int, ranks: int, chip: str, threads: int, effo
 
     try:
         torch.set_num_threads(threads)
-        session = _Session(find(chip), rank, ranks, store)
-        figures = session.measure(threads, Effort.model_validate_json(effort), on_step)
+        session = _Session(find(chip), rank, ranks, rank, FileStore(store, ranks))
+        level = (("node", ranks),)
+        figures = session.measure(threads, Effort.model_validate_json(effort), level, on_step, operators)
         dist.destroy_process_group()
         if rank == 0:
             say("figures", figures.model_dump_json())
@@ -201,22 +213,24 @@ def _rank(pipe: Connection, rank: int, ranks: int, chip: str, threads: int, effo
 class _Session:
     """One rank's view of the measurement; every rank takes the same steps in the same order."""
 
-    def __init__(self, chip: Descriptor, rank: int, ranks: int, store: str) -> None:
+    def __init__(self, chip: Descriptor, rank: int, ranks: int, local_rank: int, store: Store) -> None:
         if chip.collectives is None and ranks > 1:
             raise MeasureError(f"chip {chip.name} has {chip.missing()['collectives']}")
         self.rank, self.ranks = rank, ranks
         self.runtime = chip.runtime
-        self.device = chip.runtime.device(rank)
+        self.device = chip.runtime.device(local_rank)
         dist.init_process_group(
             chip.collectives.backend if chip.collectives else None,
-            store=FileStore(store, ranks),
+            store=store,
             rank=rank,
             world_size=ranks,
             timeout=_PATIENCE,
             device_id=None if self.device.type == "cpu" else self.device,
         )
 
-    def measure(self, threads: int, effort: Effort, on_step: Callable[[str], None]) -> RankFigures:
+    def measure(
+        self, threads: int, effort: Effort, levels: Fanouts, on_step: Callable[[str], None], operators: Operators
+    ) -> RankFigures:
         """Take every measure, all ranks at once."""
         peak: dict[Dtype, float] = {}
         left_out: dict[str, str] = {}
@@ -226,100 +240,51 @@ class _Session:
                 mine = matmul_peak(self.device, dtype, effort.peak)
             except MeasureError as error:
                 mine, left_out[name] = 0.0, str(error)
-            if (mean := self._agreed(mine, dist.ReduceOp.SUM) / self.ranks) > 0:
+            if (mean := self._mean(mine)) > 0:
                 peak[name] = mean
         on_step("memory")
-        copy = memory_bandwidth(self.device, effort.memory, self.ranks)
-        bandwidth = self._agreed(copy, dist.ReduceOp.SUM) / self.ranks
+        bandwidth = self._mean(memory_bandwidth(self.device, effort.memory, self.ranks))
+        alone = self._alone(effort.peak)
+        curves: dict[Dtype, dict[Operator, Curve]] = {}
+        for name in effort.dtypes:
+            on_step(f"operators {name}")
+            if name in peak:
+                found = operators(self.device, DTYPES[name])
+                curves[name] = {operator: self._curve(make(), effort.operator) for operator, make in found.items()}
         fits: list[Fit] = []
-        for operation in OPERATIONS if self.ranks > 1 else ():
-            on_step(operation)
-            fits.append(self._fit(operation, effort))
+        timer = CollectiveTimer(self.runtime, self.device, self.rank, effort.collective, effort.sizes)
+        for grouping in groupings(levels):
+            for operation in OPERATIONS:
+                on_step(f"{operation} × {grouping.ranks}")
+                fits.append(timer.fit(operation, grouping))
         return RankFigures(
             ranks=self.ranks,
             threads=threads,
             peak=peak,
             memory_bandwidth=bandwidth,
+            alone=alone,
+            operators={name: found for name, found in curves.items() if found},
             fits=tuple(fits),
             left_out=left_out,
         )
 
-    def _agreed(self, value: float, reduction: dist.ReduceOp.RedOpType) -> float:
-        """A figure over all ranks, which also makes them start the next measure together."""
-        # fp32, because not every chip's library reduces fp64; seven digits are more than a measurement has.
-        tensor = torch.tensor([value], dtype=torch.float32, device=self.device)
-        dist.all_reduce(tensor, op=reduction)
-        return float(tensor.item())
+    def _mean(self, value: float) -> float:
+        return agreed(value, dist.ReduceOp.SUM, self.device) / self.ranks
 
-    def _fit(self, operation: Operation, effort: Effort) -> Fit:
-        sizes: list[int] = []
-        seconds: list[float] = []
-        for size in effort.sizes:
-            # If bandwidth holds, this size takes as much longer as it is larger. Every rank reckons the same.
-            if len(sizes) >= 3 and seconds[-1] * size / sizes[-1] * _LEAST_REPEATS > effort.collective:
-                break
-            actual, spent = self._time(operation, size, effort.collective / len(effort.sizes))
-            sizes.append(actual)
-            seconds.append(spent)
-        latency, per_byte = fit_line(sizes, seconds)
-        error = max(abs(latency + per_byte * n - t) / t for n, t in zip(sizes, seconds, strict=True))
-        return Fit(
-            operation=operation,
-            ranks=self.ranks,
-            latency=latency,
-            per_byte=per_byte,
-            error=error,
-            sizes=tuple(sizes),
-            seconds=tuple(seconds),
-        )
+    def _alone(self, seconds: float) -> float:
+        """How many times faster rank 0 multiplies while the others wait for it."""
+        if self.ranks == 1:
+            return 1.0
+        side = 512
+        left, right = torch.randn(side, side, device=self.device), torch.randn(side, side, device=self.device)
+        run = partial(torch.matmul, left, right)
+        together = self._mean(steady_seconds(run, self.device, seconds / 2))
+        by_itself = steady_seconds(run, self.device, seconds / 2) if self.rank == 0 else 0.0
+        return max(1.0, together / agreed(by_itself, dist.ReduceOp.SUM, self.device))
 
-    def _time(self, operation: Operation, size: int, budget: float) -> tuple[int, float]:
-        """Bytes really moved, and seconds of one call on the slowest rank."""
-        count = max(1, size // (4 * self.ranks)) * self.ranks  # fp32 elements that divide over the ranks
-        run = self._call(operation, count)
-        run()  # opens connections and touches memory
-        spent: list[float] = []
-        elapsed = 0.0  # of the slowest rank, so that all of them stop together
-        while len(spent) < _MOST_REPEATS and (elapsed < budget or len(spent) < _LEAST_REPEATS):
-            chunk = [self._clock(run) for _ in range(_LEAST_REPEATS)]
-            spent += chunk
-            elapsed += self._agreed(sum(chunk), dist.ReduceOp.MAX)
-        # A message goes there and back on the clock, so one way is half of it.
-        each = statistics.median(spent) / (2 if operation == "p2p" else 1)
-        return 4 * count, self._agreed(each, dist.ReduceOp.MAX)
-
-    def _clock(self, run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        self.runtime.synchronize()
-        return time.perf_counter() - start
-
-    def _call(self, operation: Operation, count: int) -> Callable[[], object]:
-        """The collective on buffers of its own, ready to run."""
-        whole = torch.ones(count, device=self.device)
-        part = torch.ones(count // self.ranks, device=self.device)
-        match operation:
-            case "all_reduce":
-                whole.zero_()  # stays zero however often it is summed
-                return lambda: dist.all_reduce(whole)
-            case "all_gather":
-                return lambda: dist.all_gather_single(whole, part)
-            case "reduce_scatter":
-                return lambda: dist.reduce_scatter_single(part, whole)
-            case "all_to_all":
-                other = torch.ones(count, device=self.device)
-                return lambda: dist.all_to_all_single(other, whole)
-            case "p2p":
-                return lambda: self._ping_pong(whole)
-
-    def _ping_pong(self, message: torch.Tensor) -> None:
-        """There and back between neighbours 0–1, 2–3, …; an odd last rank looks on."""
-        peer = self.rank ^ 1
-        if peer >= self.ranks:
-            return
-        if self.rank < peer:
-            dist.send(message, peer)
-            dist.recv(message, peer)
-        else:
-            dist.recv(message, peer)
-            dist.send(message, peer)
+    def _curve(self, runs: Iterable[Timed], seconds: float) -> Curve:
+        sizes, times = [], []
+        for size, run, count in runs:
+            sizes.append(size)
+            times.append(self._mean(steady_seconds(run, self.device, seconds)) / count)
+        return Curve(sizes=tuple(sizes), seconds=tuple(times))

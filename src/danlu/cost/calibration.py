@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from danlu.spec.cluster import Chip
+
 NATIVE = " native"
 """Ends the name of an entry for libraries written for a chip's own generation."""
 PATH = Path(__file__).parent / "calibration.toml"
@@ -99,6 +101,15 @@ class Calibration:
         if entry is None:
             return self.default
         return self.chips.get(f"{entry}{NATIVE}" if native else entry) or self.chips[entry]
+
+    def notes(self, chip: Chip, dtype: str) -> tuple[str, ...]:
+        """What stands in for figures of a chip that nobody measured."""
+        if dtype in chip.operators or (self.known(chip.name) and not chip.operators):
+            return ()
+        if chip.operators:
+            probed = ", ".join(chip.operators)
+            return (f"{chip.name} was probed in {probed}, not in {dtype}: the default efficiencies are taken",)
+        return (f"no calibration for {chip.name}: the default efficiencies are taken",)
 
     def _entry(self, chip: str) -> str | None:
         found = [name for name in self.chips if name.lower() in chip.lower()]

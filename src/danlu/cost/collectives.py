@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2
 
-from danlu.spec.cluster import Cluster
+from danlu.cost.curves import CollectiveTimes
+from danlu.spec.cluster import Cluster, Operation
 
 Span = tuple[int, ...]
 """How many members of a group lie inside each level beyond the one below: (8, 4) is 4 nodes of 8."""
@@ -29,6 +30,8 @@ class Link:
     ring: float = inf
     """Bytes a second of one group into the level, however many of its members lie inside: less than all of these get
     together where the library drives one adapter for a group."""
+    measured: CollectiveTimes | None = None
+    """Times of the operations themselves, where the level was probed; they stand in for the two above."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,16 @@ def network_of(cluster: Cluster, inner: float, outer: float, start: float, ring:
         capacity *= level.fanout
         share = inner if index == 0 else outer
         group = ring if index else inf
-        links.append(Link(capacity, level.bandwidth * share / level.oversubscription, level.latency, group))
+        measured = CollectiveTimes(level.collectives) if level.collectives else None
+        links.append(Link(capacity, level.bandwidth * share / level.oversubscription, level.latency, group, measured))
     return Network(tuple(links), start)
 
 
 def all_gather(network: Network, span: Span, gathered: float) -> float:
-    """Seconds until every member has all `gathered` bytes; a reduce-scatter of as many takes the same."""
+    """Seconds until every member has all `gathered` bytes."""
+    known = _measured(network, "all_gather", span, gathered)
+    if known is not None:
+        return known
     slowest, latency, inside = 0.0, 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
@@ -74,11 +81,17 @@ def all_gather(network: Network, span: Span, gathered: float) -> float:
     return network.start + latency + slowest if inside > 1 else 0.0
 
 
-reduce_scatter = all_gather
+def reduce_scatter(network: Network, span: Span, reduced: float) -> float:
+    """Seconds until every member has its part of the sum of `reduced` bytes: as long as gathering them."""
+    known = _measured(network, "reduce_scatter", span, reduced)
+    return all_gather(network, span, reduced) if known is None else known
 
 
 def all_reduce(network: Network, span: Span, reduced: float) -> float:
     """Seconds until every member has the sum of `reduced` bytes: a scatter and a gather, by rings or trees."""
+    known = _measured(network, "all_reduce", span, reduced)
+    if known is not None:
+        return known
     slowest, ring, tree, inside = 0.0, 0.0, 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
@@ -91,6 +104,9 @@ def all_reduce(network: Network, span: Span, reduced: float) -> float:
 
 def all_to_all(network: Network, span: Span, held: float) -> float:
     """Seconds until every member has sent `held` bytes in equal parts to all members, itself included."""
+    known = _measured(network, "all_to_all", span, held)
+    if known is not None:
+        return known
     total = members(span)
     slowest, latency, inside = 0.0, 0.0, 1
     for index, (ranks, link) in enumerate(zip(span, network.links, strict=True)):
@@ -129,7 +145,16 @@ def _others(places: int, draws: int) -> float:
 def transfer(network: Network, stride: int, sent: float) -> float:
     """Seconds to send bytes to the rank that lies `stride` ranks further."""
     link = next((link for link in network.links if link.capacity > stride), network.links[-1])
-    return link.latency + sent / link.bandwidth
+    known = link.measured.of("p2p", 2, sent) if link.measured else None
+    return known if known is not None else link.latency + sent / link.bandwidth
+
+
+def _measured(network: Network, operation: Operation, span: Span, size: float) -> float | None:
+    """Seconds as they were measured on the outermost level that a group crosses, if they were."""
+    crossed = [link for ranks, link in zip(span, network.links, strict=True) if ranks > 1]
+    if not crossed or crossed[-1].measured is None:
+        return None
+    return crossed[-1].measured.of(operation, members(span), size)
 
 
 def members(span: Sequence[int]) -> int:

@@ -102,6 +102,7 @@ def layer_time(
         )
     core, core_backward = _core_attention(shape, cut, device, software, habits)
     moved, moved_backward, kernels = _moved(shape, tokens, cut, software, habits, moe)
+    moved, moved_backward = moved * device.width / 2, moved_backward * device.width / 2
     if device.fp8:
         # Every input of a linear layer is scaled and cast on its way: read in half, written in fp8, both passes twice.
         casts = 3.0 * tokens * (shape.width * 2 + (shape.mlp + shape.heads * shape.head) / cut.tp)
@@ -109,20 +110,22 @@ def layer_time(
     forward = Pass(
         attention=core,
         linear=linear,
-        elementwise=elementwise(device, moved, kernels),
-        tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=False),
-        context=_context(shape, tokens, cut, network, software, core, 1),
+        elementwise=_elementwise(shape, tokens, cut, device, software, moe, moved, kernels, backward=False),
+        tensor=_tensor(shape, tokens, cut, device.width, network, software, habits, moe),
+        context=_context(shape, tokens, cut, device.width, network, software, core, 1),
     )
     backward = Pass(
         attention=core_backward,
         linear=inputs + weights,
-        elementwise=elementwise(device, moved_backward, kernels * 3 // 2),
-        tensor=_tensor(shape, tokens, cut, network, software, habits, moe, backward=True),
-        context=_context(shape, tokens, cut, network, software, core_backward, 2),
+        elementwise=_elementwise(
+            shape, tokens, cut, device, software, moe, moved_backward, kernels * 3 // 2, backward=True
+        ),
+        tensor=_tensor(shape, tokens, cut, device.width, network, software, habits, moe),
+        context=_context(shape, tokens, cut, device.width, network, software, core_backward, 2),
     )
     if moe:
         forward, backward = (
-            once._replace(expert=_expert(shape, tokens, cut, network, software, habits, once.compute))
+            once._replace(expert=_expert(shape, tokens, cut, device.width, network, software, habits, once.compute))
             for once in (forward, backward)
         )
     host = 0.0 if software.graphed else habits.host * (kernels + (4 if cut.tp > 1 else 0))
@@ -212,20 +215,64 @@ def _moved(
     return forward, backward, 60 if moe else 25
 
 
+def _elementwise(
+    shape: Shape,
+    tokens: int,
+    cut: Cut,
+    device: Device,
+    software: Software,
+    moe: bool,
+    moved: float,
+    kernels: int,
+    backward: bool,
+) -> float:
+    """Seconds of everything that is neither a product nor attention: as it was measured, or by the bytes it moves."""
+    times = device.measured
+    if times is None:
+        return elementwise(device, moved, kernels)
+    stream = tokens * shape.width / (cut.tp if software.sequence_parallel else 1)
+    queries, keys = (tokens * count * shape.head / cut.tp for count in (shape.heads, shape.kv_heads))
+    hidden = tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
+    if backward:
+        # Gradients of the stream meet at the inputs of both halves, of queries, keys and values, and of the two inner
+        # matrices of the network.
+        total = times.of("norm_backward", stream, 2) + times.of("add", stream, 2)
+        total += times.of("add", tokens * shape.width, 3 if shape.gated and hidden else 2)
+        total += times.of("rotation_backward", queries) + times.of("rotation_backward", keys)
+        total += times.of("activation_backward", hidden)
+    else:
+        total = times.of("norm", stream, 2) + times.of("add", stream, 2)
+        total += times.of("rotation", queries) + times.of("rotation", keys) + times.of("activation", hidden)
+    if cut.tp > 1 and software.sequence_parallel:
+        # Positions are gathered and scattered rank by rank, and put in order by a copy: once each for both halves.
+        total += times.of("copy", tokens * shape.width, 2 * (1 + (not moe or shape.shared_width > 0)))
+        total += times.of("split", 1, 2 / 3 if backward else 1 / 3)
+    if moe:
+        local = max(1, shape.experts // cut.ep)
+        rows = tokens * shape.top_k / cut.tp * software.imbalance
+        inner = rows * shape.expert_width / local
+        total += times.of("dispatch_backward" if backward else "dispatch", rows * shape.width)
+        total += times.of("activation_backward" if backward else "activation", inner, local)
+        if backward:  # the gradients of single experts become one tensor again
+            matrices = shape.into + 1
+            total += times.of("copy", local * shape.expert_parameters / matrices, matrices)
+    return total
+
+
 def _tensor(
     shape: Shape,
     tokens: int,
     cut: Cut,
+    width: int,
     network: Network,
     software: Software,
     habits: Habits,
     moe: bool,
-    backward: bool,
 ) -> float:
-    """Exposed traffic of tensor parallelism in one pass."""
+    """Exposed traffic of tensor parallelism in one pass, for activations of `width` bytes."""
     if cut.tp == 1:
         return 0.0
-    stream = 2.0 * tokens * shape.width
+    stream = width * tokens * shape.width
     blocks = 1 + (not moe or shape.shared_width > 0)
     if software.sequence_parallel:
         once = all_gather(network, cut.tp_span, stream) + reduce_scatter(network, cut.tp_span, stream)
@@ -235,13 +282,20 @@ def _tensor(
 
 
 def _expert(
-    shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, habits: Habits, compute: float
+    shape: Shape,
+    tokens: int,
+    cut: Cut,
+    width: int,
+    network: Network,
+    software: Software,
+    habits: Habits,
+    compute: float,
 ) -> float:
     """Exposed traffic of experts in one pass: to them and back, or what another microbatch's pass leaves of it."""
-    held = 2.0 * shape.top_k * tokens / cut.tp * shape.width * software.imbalance
+    held = width * shape.top_k * tokens / cut.tp * shape.width * software.imbalance
     if software.sends_once:
         routed = tokens / cut.tp * software.imbalance
-        once = dispatch_once(network, cut.ep_span, 2.0 * shape.width, routed, shape.top_k)
+        once = dispatch_once(network, cut.ep_span, width * shape.width, routed, shape.top_k)
     else:
         once = all_to_all(network, cut.ep_span, held)
     if software.expert_tp > 1:
@@ -250,18 +304,18 @@ def _expert(
 
 
 def _context(
-    shape: Shape, tokens: int, cut: Cut, network: Network, software: Software, core: float, times: int
+    shape: Shape, tokens: int, cut: Cut, width: int, network: Network, software: Software, core: float, times: int
 ) -> float:
     """What attention does not hide of keys and values going round; or heads exchanged against positions and back."""
     if cut.cp == 1:
         return 0.0
     if software.exchanges_heads:
         heads, groups = shape.heads // cut.tp, max(shape.kv_heads // cut.tp, cut.cp)
-        inwards = 2.0 * tokens * (heads * shape.head + groups * (shape.head + shape.value))
+        inwards = width * tokens * (heads * shape.head + groups * (shape.head + shape.value))
         return all_to_all(network, cut.cp_span, inwards) + all_to_all(
-            network, cut.cp_span, 2.0 * tokens * heads * shape.value
+            network, cut.cp_span, width * tokens * heads * shape.value
         )
-    block = 2.0 * 2.0 * tokens * max(1, shape.kv_heads // cut.tp) * shape.head
+    block = 2.0 * width * tokens * max(1, shape.kv_heads // cut.tp) * shape.head
     return max(0.0, times * (cut.cp - 1) * transfer(network, cut.cp_stride * (cut.cp - 1), block) - core)
 
 

@@ -11,6 +11,8 @@ from functools import lru_cache
 from math import ceil
 
 from danlu.cost.calibration import Efficiency
+from danlu.cost.curves import OperatorTimes, operator_times
+from danlu.spec.cluster import Chip, Operator
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 """Tiles that libraries choose among, with how well each re-uses what it loads."""
@@ -18,6 +20,10 @@ _ALIGNED = 64
 """Elements to which rows must be aligned for full speed (128 bytes; same guide, section on tensor cores)."""
 _BY_ALIGNMENT = {64: 1.0, 32: 0.97, 16: 0.92, 8: 0.85, 4: 0.12, 2: 0.1, 1: 0.08}
 """Share of full speed by the largest power of two that divides a row: below 8 the matrix units stay idle."""
+_WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
+"""Bytes of an activation by precision of compute: below half precision, activations stay in it."""
+_MEASURED_HEAD = 64
+"""Width of the heads that attention is measured with, as `Operator` says."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,22 @@ class Device:
     width: int
     """Bytes of an element of activations."""
     efficiency: Efficiency
+    measured: OperatorTimes | None = None
+    """Times of the operators themselves, where the chip was probed; they stand in for everything above."""
 
     @property
     def fp8(self) -> bool:
         """Whether linear layers run faster than half precision."""
         return self.peak > self.half_peak
+
+
+def device_of(chip: Chip, dtype: str, efficiency: Efficiency) -> Device:
+    """A chip in one precision of compute."""
+    half = chip.peak.get("bf16") or chip.peak.get("fp16") or chip.peak.get("fp32") or max(chip.peak.values())
+    if dtype in ("fp32", "tf32", "fp64"):
+        half = chip.peak.get(dtype, half)  # type: ignore[call-overload]
+    peak = chip.peak.get("fp8", half) if dtype in ("fp8", "fp4") else half
+    return Device(peak, half, chip.memory_bandwidth, _WIDTH[dtype], efficiency, operator_times(chip, dtype))
 
 
 @lru_cache(maxsize=65536)
@@ -49,6 +66,8 @@ def matmul(
     `fused` groups are one kernel whose tiles do not mind which group they belong to, as fast as one product of as many
     tiles; the others are calls of their own, one a group.
     """
+    if device.measured:
+        return device.measured.of("matmul", 2.0 * m * n * k, groups)
     chip = device.efficiency
     rows_of = (m, n) if weight_gradient else (n, k)  # the other length counts tokens, which no row is made of
     best = device.peak * chip.matmul * (chip.fp8 if device.fp8 else 1.0) * _alignment(*rows_of)
@@ -84,6 +103,10 @@ def flash_attention(
 
     `head` is the mean of the widths of keys and values. The backward pass does 2.5 times the FLOPs.
     """
+    if device.measured:
+        operator: Operator = "attention_backward" if backward else "attention"
+        share = queries / keys * head / _MEASURED_HEAD
+        return device.measured.of(operator, keys, sequences * heads * share)
     chip = device.efficiency
     flops = 2.0 * sequences * heads * queries * keys * head * (2.5 if backward else 1.0)
     best = chip.attention_backward if backward else chip.attention_forward

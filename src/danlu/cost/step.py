@@ -8,28 +8,26 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from danlu.cost.bubble import StageTime, pipeline_time
-from danlu.cost.calibration import Calibration, Efficiency, calibration
+from danlu.cost.calibration import Calibration, calibration
 from danlu.cost.collectives import all_gather, all_reduce, network_of, reduce_scatter, transfer
 from danlu.cost.counts import Counting, Counts
 from danlu.cost.cutting import Cutting
+from danlu.cost.ends import ends_time
 from danlu.cost.layer import Cut, LayerTime, Pass, layer_time
 from danlu.cost.layout import Layout, Places, layout_of
 from danlu.cost.memory import Memory, layer_activations, layer_gradients
-from danlu.cost.operators import Device, elementwise, matmul
+from danlu.cost.operators import device_of, elementwise
 from danlu.cost.overlap import exposed
 from danlu.cost.rank_memory import RankMemory
 from danlu.cost.schedule import gathers
 from danlu.cost.shape import shape_of
 from danlu.cost.software import OURS, Software
-from danlu.cost.stages import Holding
+from danlu.cost.stages import Held, Holding
 from danlu.cost.stragglers import straggling
-from danlu.spec.cluster import Chip, Cluster
+from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Batch
-
-_WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
-"""Bytes of an activation by precision of compute: below half precision, activations stay in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +63,13 @@ class Predictor:
         self.batch, self.software, self.habits = batch, software, constants.habits
         chip = cluster.chip
         self.efficiency = constants.of(chip.name, software.attention == "native")
-        self.device = _device(chip, dtype, self.efficiency)
+        self.device = device_of(chip, dtype, self.efficiency)
+        if not chip.overlaps:
+            software = self.software = replace(software, hides_gradients=False, hides_transfers=False)
+        self.alone = chip.alone
         inner, outer = self.efficiency.inner, self.efficiency.outer
         self.network = network_of(cluster, inner, outer, self.habits.collective, software.ring_bandwidth)
-        known = constants.known(chip.name)
-        self.notes = () if known else (f"no calibration for {chip.name}: the default efficiencies are taken",)
+        self.notes = constants.notes(chip, dtype)
         self._places: dict[object, Places] = {}
         self._layers: dict[tuple[Cut, bool], LayerTime] = {}
         self._kept: dict[tuple[Cut, bool], tuple[float, float]] = {}
@@ -142,14 +142,6 @@ def predict(
     return Predictor(model, batch, cluster, software, dtype, constants).step(layout_of(plan, cluster))
 
 
-def _device(chip: Chip, dtype: str, efficiency: Efficiency) -> Device:
-    half = chip.peak.get("bf16") or chip.peak.get("fp16") or chip.peak.get("fp32") or max(chip.peak.values())
-    if dtype in ("fp32", "tf32", "fp64"):
-        half = chip.peak.get(dtype, half)  # type: ignore[call-overload]
-    peak = chip.peak.get("fp8", half) if dtype in ("fp8", "fp4") else half
-    return Device(peak, half, chip.memory_bandwidth, _WIDTH[dtype], efficiency)
-
-
 class _Step(Cutting):
     """The working of one prediction."""
 
@@ -159,6 +151,9 @@ class _Step(Cutting):
         kinds = {holding: self._stage(holding) for holding in set(self.holdings)}
         stages = [kinds[holding][0] for holding in self.holdings]
         pipeline = pipeline_time(stages, layout.microbatches, layout.schedule, layout.stages_per_rank)
+        # While some ranks of a pipeline wait, those they share cores with go faster.
+        busy = layout.microbatches * sum(stage.slot for stage in stages) / layout.pp
+        pipeline = busy + max(0.0, pipeline - busy) / self.of.alone
         slowest = max(range(layout.pp), key=lambda rank: stages[rank].slot)
         parts = dict(kinds[self.holdings[slowest]][1])
         for name in parts:
@@ -197,7 +192,16 @@ class _Step(Cutting):
             forward += count * time.forward.total
             backward += count * (time.backward.total + ratio * time.again.total)
             weights += count * time.weights
-        ends_forward, ends_backward = self._ends(holding)
+        ends_forward, ends_backward = ends_time(
+            self.shape,
+            self.cut,
+            self.device,
+            self.network,
+            self.habits,
+            embedding=holding.embedding,
+            head=holding.head,
+            predicted_ahead=self.software.predicts_ahead,
+        )
         parts["head"] += ends_forward + ends_backward
         forward, backward = forward + ends_forward, backward + ends_backward
         if self.software.accumulates_apart and self.layout.microbatches > 1:
@@ -217,27 +221,6 @@ class _Step(Cutting):
         sending, hops = self._sending(holding)
         parts["transfer"] = sending
         return StageTime(forward, backward, weights, sending, hops), parts
-
-    def _ends(self, holding: Holding) -> tuple[float, float]:
-        """Embedding, head and loss of one microbatch, forward and backward."""
-        tokens = self.cut.sequences * self.cut.length // self.cut.cp
-        columns = -(-self.shape.vocabulary // self.cut.tp)
-        columns += -columns % 128  # tables are padded, as every program does
-        stream = 2.0 * tokens * self.shape.width
-        forward = backward = 0.0
-        if holding.embedding:
-            forward += elementwise(self.device, 2 * stream, 2) + all_reduce(self.network, self.places.tp, stream)
-            backward += elementwise(self.device, 3 * stream, 2)
-        if holding.head:
-            half = replace(self.device, peak=self.device.half_peak) if self.device.fp8 else self.device
-            logits = self.habits.logits * tokens * columns
-            once = matmul(half, tokens, columns, self.shape.width) + elementwise(self.device, logits / 2, 8)
-            again = matmul(half, tokens, self.shape.width, columns) + elementwise(self.device, logits / 2, 4)
-            again += matmul(half, self.shape.width, columns, tokens, weight_gradient=True)
-            again += all_reduce(self.network, self.places.tp, stream)
-            passes = 1 + self.software.predicts_ahead
-            forward, backward = forward + passes * once, backward + passes * again
-        return forward, backward
 
     def _gathers(self, holding: Holding) -> tuple[float, float] | None:
         """Traffic of split parameters and gradients in the passes of one microbatch, before any is hidden."""
@@ -261,11 +244,23 @@ class _Step(Cutting):
                     part = gradients / prod(span)
                     scatter += pieces * all_reduce(self.network, self.places.replicate, part)
         twice = 2 if self.layout.reshards else 1
+        # Gathered parameters and gradients to be reduced go through buffers; the two are a gather and a third each.
+        units = self._units(mine, holding) / 3
+        gather += units
+        if every:
+            scatter += units
         layout = self.layout
         if not layout.reshards and layout.microbatches > 1 and layout.pp > 1:
             often = gathers(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
             gather *= min(1.0, often / layout.microbatches)
         return gather, (twice - 1) * gather + scatter
+
+    def _units(self, mine: Held, holding: Holding) -> float:
+        """What sharding costs one pass beside its traffic: two gathers and a reduction of everything held here."""
+        if self.device.measured is None:
+            return 0.0
+        pieces = max(1, holding.layers) + holding.embedding + holding.head
+        return self.device.measured.of("unit", (mine.dense + mine.experts) / pieces, pieces)
 
     def _sending(self, holding: Holding) -> tuple[float, float]:
         """Exposed transfers between stages of one microbatch and both passes: on one rank, and on its way to the next.
@@ -275,7 +270,7 @@ class _Step(Cutting):
         layout = self.layout
         if layout.pp == 1:
             return 0.0, 0.0
-        stream = 2.0 * self.cut.sequences * self.cut.length / self.cut.cp * self.shape.width
+        stream = self.device.width * self.cut.sequences * self.cut.length / self.cut.cp * self.shape.width
         once = transfer(self.network, self.places.stride["pp"], stream / layout.tp)
         if not self.software.sequence_parallel:
             # Every tensor-parallel rank sends its part, and they gather it again (SC 2021, section 4.1).
@@ -310,6 +305,10 @@ class _Step(Cutting):
                 gather += all_gather(self.network, every, parameters)
             updated += count / replicas.over(over.optimizer)
         optimizer = updated * self.habits.optimizer / (self.device.bandwidth * self.of.efficiency.memory)
+        if self.device.measured:
+            optimizer = self.device.measured.of("optimizer", updated)
+            if not self.every:
+                reduce += self._units(mine, holding) / 3
         if software.hides_gradients:
             reduce = exposed(reduce, stage.backward, self.habits.contention)
             gather = exposed(gather, stage.forward, self.habits.contention)

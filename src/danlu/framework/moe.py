@@ -113,9 +113,10 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
-        up = _held(self.up)
-        gate = None if self.gate is None else _held(self.gate)
-        down = _held(self.down)
+        # Taken apart at once: the gradient of one expert alone would be as large as that of all, mostly zeros.
+        up = _held(self.up).unbind()
+        gate = None if self.gate is None else _held(self.gate).unbind()
+        down = _held(self.down).unbind()
         parts = []
         for expert, x in enumerate(x_ND.split(counts)):
             hidden = x @ up[expert]

@@ -28,6 +28,10 @@ class LeastNetwork:
         self._spans: dict[tuple[int, int], Span] = {}
         # Transfers between neighbours take the first level that is wide enough: the fastest of the real ones.
         fastest, soonest = max(link.bandwidth for link in real.links), min(link.latency for link in real.links)
+        self._start = real.start
+        if any(link.measured for link in real.links):
+            # Measured times follow no formula that a bound could be made of: here they cost nothing.
+            fastest, soonest, self._start = float("inf"), 0.0, 0.0
         self._neighbours = Link(max(world, real.links[-1].capacity) + 1, fastest, soonest)
 
     def of(self, sizes: Sequence[int], known: Spans = ()) -> tuple[Network, Spans]:
@@ -39,7 +43,7 @@ class LeastNetwork:
         for index, (name, ranks) in enumerate(zip(GROUPS, sizes, strict=True), start=1):
             links.append(self._link(ranks, name in EXCHANGING, settled.get(name)))
             spans.append((name, self._span(index, ranks)))
-        return Network(tuple(links), self._real.start), tuple(spans)
+        return Network(tuple(links), self._start), tuple(spans)
 
     def _span(self, index: int, ranks: int) -> Span:
         found = self._spans.get((index, ranks))
@@ -58,7 +62,7 @@ class LeastNetwork:
 
     def _best(self, ranks: int, exchanging: bool, settled: Span | None) -> Link:
         """One level on which a group takes the least time that any spread over the real levels gives it."""
-        if ranks == 1:
+        if ranks == 1 or any(link.measured for link in self._real.links):
             return self._neighbours
         spreads = [settled] if settled else list(_spreads(ranks, self._inside))
         busy = min(self._busy(span, exchanging) for span in spreads)

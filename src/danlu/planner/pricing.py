@@ -95,6 +95,8 @@ class Pricing:
         even = core.microbatches * whole / core.pp
         if work is None or core.pp == 1 or work.schedule not in ("1f1b", "interleaved"):
             return even
+        if self.question.cluster.chip.alone > 1:  # ranks that wait leave their cores to the others
+            return even
         if work.virtual == 1 and core.microbatches <= core.pp:
             return max(even, 2 * core.microbatches * whole / (core.pp + 1))
         return even + (whole - whole / core.pp) / work.virtual

@@ -1,6 +1,6 @@
 """The vocabulary every room speaks: frozen, strict descriptions that round-trip through text. No torch."""
 
-from danlu.spec.cluster import Chip, Cluster, Failures, Level, Tier
+from danlu.spec.cluster import Chip, Cluster, Collective, Curve, Failures, Level, Operation, Operator, Tier
 from danlu.spec.event import Ended, Event, Rehearsed, Resumed, Saved, Started, StepReport, Warned
 from danlu.spec.load import load_cluster, load_plan, load_recipe
 from danlu.spec.model import Model, Moe, RopeScaling
@@ -12,6 +12,8 @@ from danlu.spec.run import RunFolder
 __all__ = [
     "Chip",
     "Cluster",
+    "Collective",
+    "Curve",
     "Degrees",
     "Ended",
     "Event",
@@ -19,6 +21,8 @@ __all__ = [
     "Level",
     "Model",
     "Moe",
+    "Operation",
+    "Operator",
     "Pipeline",
     "Plan",
     "Problem",

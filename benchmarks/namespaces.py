@@ -1,0 +1,122 @@
+"""Hosts in supernodes on one machine: network namespaces joined by bridges, with links made narrow by the kernel.
+
+    with supernodes(inside="2gbit", between="200mbit") as hosts:
+        subprocess.run([*hosts[3].enter, "ping", "-c", "1", hosts[0].address])
+
+Everything lives in namespaces of its own, so the machine's addresses and routes stay as they are. Needs root, and `ip`
+and `tc` of iproute2; `why_not` says what is missing.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+INTERFACE = "net0"
+"""Name of the interface by which a host reaches the others."""
+_MTU = "9000"
+_BURST = "256kb"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace with an address on the common network."""
+
+    namespace: str
+    address: str
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """Begins a command that shall run on this host."""
+        return "ip", "netns", "exec", self.namespace
+
+
+def why_not() -> str:
+    """Why namespaces cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} of iproute2 must be installed"
+    name = f"danlu-try-{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"the kernel refuses a network namespace: {tried.stderr.strip()}"
+    _run("ip", "netns", "del", name)
+    return ""
+
+
+@contextmanager
+def supernodes(inside: str, between: str, nodes: int = 2, hosts_each: int = 2) -> Iterator[list[Host]]:
+    """Make hosts in supernodes: each host has a link of rate `inside`, each supernode one of rate `between`.
+
+    Rates are as `tc` writes them. Hosts are numbered through, supernode by supernode.
+    """
+    prefix = f"danlu-{os.getpid()}"
+    made: list[str] = []
+    try:
+        middle = _switch(f"{prefix}-middle", made)
+        hosts = []
+        for node in range(nodes):
+            switch = _switch(f"{prefix}-switch{node}", made)
+            _cable(switch, f"up{node}", middle, f"down{node}", between)
+            for _ in range(hosts_each):
+                number = len(hosts)
+                host = Host(_namespace(f"{prefix}-host{number}", made), f"10.213.0.{number + 1}")
+                _cable(host.namespace, INTERFACE, switch, f"port{number}", inside, bridged=False)
+                _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+                hosts.append(host)
+        yield hosts
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _namespace(name: str, made: list[str]) -> str:
+    _run("ip", "netns", "add", name)
+    made.append(name)
+    _run("ip", "-n", name, "link", "set", "lo", "up")
+    return name
+
+
+def _switch(name: str, made: list[str]) -> str:
+    """A namespace that holds nothing but a bridge."""
+    _namespace(name, made)
+    _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", name, "link", "set", "bridge", "up")
+    return name
+
+
+def _cable(lower: str, plug: str, upper: str, socket: str, rate: str, bridged: bool = True) -> None:
+    """Join two namespaces by a cable of one rate in both directions; `lower` may be a switch (`bridged`) or a host."""
+    _run("ip", "-n", lower, "link", "add", plug, "type", "veth", "peer", "name", socket, "netns", upper)
+    for name, end in ((lower, plug), (upper, socket)):
+        _run("ip", "-n", name, "link", "set", end, "mtu", _MTU, "up")
+        _run(
+            "tc",
+            "-n",
+            name,
+            "qdisc",
+            "add",
+            "dev",
+            end,
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            _BURST,
+            "latency",
+            "50ms",
+        )
+    _run("ip", "-n", upper, "link", "set", socket, "master", "bridge")
+    if bridged:
+        _run("ip", "-n", lower, "link", "set", plug, "master", "bridge")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,174 @@
+"""Predictions from what a probe measured: between the points, beyond them, and in place of the data sheet."""
+
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+from made_questions import DENSE, EXPERTS, machine, question
+from pydantic import ValidationError
+
+from danlu.cost.collectives import all_gather, all_reduce, network_of, reduce_scatter, transfer
+from danlu.cost.curves import CollectiveTimes, Line
+from danlu.cost.layout import Layout
+from danlu.cost.software import OURS
+from danlu.cost.step import Predictor
+from danlu.planner.places import Places
+from danlu.planner.pricing import Pricing
+from danlu.planner.space import Space
+from danlu.spec import load_cluster
+from danlu.spec.cluster import Cluster, Collective, Curve, Operator
+from danlu.spec.recipe import Batch
+from danlu.spec.toml import dumps
+
+BATCH = Batch(sequences=16, length=2048)
+OPERATORS = {operator: Curve(sizes=(1.0, 1e12), seconds=(1e-9, 1e3)) for operator in get_args(Operator)}
+"""Every operator takes a nanosecond for each of its size."""
+
+
+def probed(**chip: object) -> Cluster:
+    """A small machine whose operators and collectives were measured."""
+    collectives = [
+        Collective(operation=operation, ranks=ranks, sizes=(1e3, 1e9), seconds=(1e-4, ranks * 1.0))
+        for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+        for ranks in (2, 4)
+    ]
+    cluster = machine(nodes=2, per_node=2)
+    levels = tuple(level.model_copy(update={"collectives": tuple(collectives)}) for level in cluster.levels)
+    made = cluster.chip.model_copy(update={"name": "unheard of", "operators": {"bf16": OPERATORS}} | chip)
+    return cluster.model_copy(update={"chip": made, "levels": levels})
+
+
+def test_a_curve_passes_through_its_points_and_grows_between_them() -> None:
+    line = Line(Curve(sizes=(10.0, 100.0, 1000.0), seconds=(1e-3, 2e-3, 3e-2)))
+    assert [line.at(size) for size in (10, 100, 1000)] == pytest.approx([1e-3, 2e-3, 3e-2])
+    assert line.at(0) == 0
+    times = [line.at(size) for size in (1, 5, 10, 31.6, 100, 316, 1000, 5000)]
+    assert all(low <= high for low, high in pairwise(times))
+    assert line.at(10000) >= 10 * line.at(1000)
+
+
+def test_a_latency_stays_and_a_square_goes_on() -> None:
+    flat = Line(Curve(sizes=(10.0, 100.0), seconds=(1e-3, 1e-3)))
+    assert flat.at(1) == pytest.approx(1e-3)
+    square = Line(Curve(sizes=(10.0, 100.0), seconds=(1e-3, 1e-1)))
+    assert square.at(1000) == pytest.approx(10.0)
+
+
+def test_a_group_of_another_size_is_taken_from_the_closest() -> None:
+    times = CollectiveTimes(
+        Collective(operation="all_gather", ranks=ranks, sizes=(1.0, 1e6), seconds=(1.0, 1.0 * ranks))
+        for ranks in (2, 8)
+    )
+    assert times.of("all_gather", 2, 1e6) == pytest.approx(2.0)
+    assert times.of("all_gather", 16, 1e6) == pytest.approx(8.0 * (15 / 16) / (7 / 8))
+    assert times.of("all_reduce", 2, 1e6) is None
+
+
+def test_measured_collectives_stand_in_for_bandwidth() -> None:
+    network = network_of(probed(), 1.0, 1.0, 1e-5)
+    assert all_gather(network, (2, 1), 1e9) == pytest.approx(2.0)
+    assert reduce_scatter(network, (2, 2), 1e9) == pytest.approx(4.0)
+    assert all_reduce(network, (1, 1), 1e9) == 0.0
+    assert transfer(network, 1, 1e9) == pytest.approx(2.0)
+    assert all_gather(network_of(machine(), 1.0, 1.0, 1e-5), (2, 1), 1e9) < 0.1
+
+
+def test_a_probed_chip_is_predicted_from_its_operators() -> None:
+    layout = Layout(shard=4, reshards=True)
+    slow = {name: curve.model_copy(update={"seconds": (2e-9, 2e3)}) for name, curve in OPERATORS.items()}
+    once = Predictor(DENSE, BATCH, probed(), OURS).step(layout)
+    twice = Predictor(DENSE, BATCH, probed(operators={"bf16": slow}), OURS).step(layout)
+    for part in ("linear", "attention", "elementwise", "head", "optimizer"):
+        assert twice.parts[part] == pytest.approx(2 * once.parts[part])
+    assert once.seconds == pytest.approx(sum(once.parts.values()))
+    assert not once.notes
+
+
+@pytest.mark.parametrize(
+    "operator", [name for name in get_args(Operator) if "dispatch" not in name and name != "split"]
+)
+def test_no_measured_operator_is_forgotten(operator: Operator) -> None:
+    layout = Layout(shard=4, reshards=True)
+    slower = OPERATORS | {operator: Curve(sizes=(1.0, 1e12), seconds=(1e-8, 1e4))}
+    seconds = [
+        Predictor(DENSE, BATCH, probed(operators={"bf16": curves}), OURS).step(layout).seconds
+        for curves in (OPERATORS, slower)
+    ]
+    assert seconds[1] > seconds[0]
+
+
+def test_shared_matrices_cost_the_host_as_measured() -> None:
+    slower = OPERATORS | {"split": Curve(sizes=(1.0, 2.0), seconds=(1.0, 2.0))}
+    seconds = [
+        Predictor(DENSE, BATCH, probed(operators={"bf16": curves}), OURS).step(Layout(shard=2, tp=tp)).seconds
+        for tp in (1, 2)
+        for curves in (OPERATORS, slower)
+    ]
+    assert seconds[0] == seconds[1]
+    assert seconds[3] - seconds[2] >= DENSE.layers
+
+
+def test_experts_are_dispatched_as_measured() -> None:
+    slower = OPERATORS | {"dispatch": Curve(sizes=(1.0, 1e12), seconds=(1e-8, 1e4))}
+    layout = Layout(shard=4, ep=4, reshards=True)
+    seconds = [
+        Predictor(EXPERTS, BATCH, probed(operators={"bf16": curves}), OURS).step(layout).seconds
+        for curves in (OPERATORS, slower)
+    ]
+    assert seconds[1] > seconds[0]
+
+
+def test_what_was_not_probed_is_said() -> None:
+    (note,) = Predictor(DENSE, BATCH, probed(), OURS, dtype="fp32").notes
+    assert "bf16" in note and "fp32" in note
+    (note,) = Predictor(DENSE, BATCH, probed(operators={}), OURS).notes
+    assert "no calibration for unheard of" in note
+
+
+def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
+    pipeline, flat = Layout(pp=4, microbatches=4), Layout(shard=4, reshards=True)
+    for layout, differs in ((pipeline, True), (flat, False)):
+        apart, sharing = (
+            Predictor(DENSE, BATCH, probed(alone=alone), OURS).step(layout).seconds for alone in (1.0, 2.0)
+        )
+        assert (sharing < apart) is differs
+
+
+def test_a_chip_that_waits_for_its_collectives_hides_nothing() -> None:
+    hides, waits = (
+        Predictor(DENSE, BATCH, probed(overlaps=overlaps), OURS).step(Layout(shard=4, reshards=True)).parts["gather"]
+        for overlaps in (True, False)
+    )
+    assert waits > hides
+
+
+def test_bounds_hold_on_a_probed_machine() -> None:
+    asked = question(DENSE, probed(alone=2.0, overlaps=False), without="zbv,zero-bubble")
+    pricing, places = Pricing(asked), Places(asked.cluster)
+    for candidate in Space(asked).candidates():
+        for place in places.of(candidate.degrees):
+            exact = pricing.exact(candidate, place).seconds
+            assert pricing.least(candidate).seconds <= exact * (1 + 1e-9)
+            assert pricing.least_of(candidate.core, candidate.work) <= exact * (1 + 1e-9)
+
+
+def test_a_probed_cluster_round_trips_through_its_file(tmp_path: object) -> None:
+    cluster = probed(alone=1.5, overlaps=False)
+    file = tmp_path / "cluster.toml"  # type: ignore[operator]
+    file.write_text(dumps(cluster))
+    assert load_cluster(str(file)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "said"),
+    [
+        ((1.0, 2.0), (1.0,), "at least 2"),
+        ((1.0, 2.0, 3.0), (1.0, 2.0), "must be as many"),
+        ((2.0, 1.0), (1.0, 2.0), "must be above 0 and grow"),
+        ((0.0, 1.0), (1.0, 2.0), "must be above 0 and grow"),
+        ((1.0, 2.0), (0.0, 2.0), "must be above 0, but one is 0.0"),
+    ],
+)
+def test_a_curve_that_cannot_be_is_refused(sizes: tuple[float, ...], seconds: tuple[float, ...], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Curve(sizes=sizes, seconds=seconds)
