@@ -10,10 +10,11 @@ from torch import Tensor
 from danlu.framework.state import TrainState
 from danlu.spec.event import Event, Rehearsed, Resumed, Saved, Warned
 from danlu.spec.recipe import Checkpoint
-from danlu.storage.checkpoint.checkpoints import Checkpoints, Outcome
+from danlu.storage.checkpoint.checkpoints import Checkpoints
 from danlu.storage.checkpoint.commit import SaveFailed
 from danlu.storage.checkpoint.manifest import Damaged
 from danlu.storage.checkpoint.rehearsal import rehearse
+from danlu.storage.checkpoint.saver import Outcome
 
 
 @dataclass

@@ -141,7 +141,7 @@ class PeerStore:
         try:
             _say(line, question)
             yield line
-        except (*_ERRORS.values(), _RefusedError):
+        except _TOLD:
             line.close()  # bytes may be left on it; a new one costs little
             raise
         except OSError as error:
@@ -169,6 +169,9 @@ class PeerStore:
 
 class _RefusedError(OSError):
     """The other side has the store's own error to tell."""
+
+
+_TOLD: tuple[type[Exception], ...] = (*_ERRORS.values(), _RefusedError)
 
 
 class _Server(socketserver.ThreadingTCPServer):
