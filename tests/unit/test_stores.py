@@ -216,11 +216,10 @@ def test_large_files_of_any_alignment(store: Store, lengths: list[int], as_list:
     content = b"".join(pieces)
     assert store.size("large") == len(content)
     assert store.read("large") == content
-    for offset in (0, 1, ALIGNMENT, ALIGNMENT + 5):
-        for make in (page_aligned, shifted, lambda empty, by=offset % ALIGNMENT: shifted(empty, by or ALIGNMENT)):
-            into = make(bytes(len(content) - offset))
-            store.read_into("large", offset, into)
-            assert into == content[offset:]
+    for offset, border in ((0, 0), (0, 1), (1, 0), (ALIGNMENT, 0), (ALIGNMENT + 5, 5)):
+        into = shifted(bytes(len(content) - offset), border)
+        store.read_into("large", offset, into)
+        assert into == content[offset:]
     assert store.list() == ["large"]
 
 

@@ -12,10 +12,10 @@ from itertools import chain
 from pathlib import Path
 
 from danlu.storage.calls import Calls
-from danlu.storage.direct import ALIGNMENT, BLOCK, DirectWriter, read_direct, read_some, write_all
+from danlu.storage.direct import ALIGNMENT, DirectWriter, read_direct, read_some, write_all
 from danlu.storage.store_path import UNFINISHED, Buffer, plain, safe, shortage
 
-LARGE = BLOCK
+LARGE = 4 << 20
 """Bytes from which reads and writes go past the page cache."""
 
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
