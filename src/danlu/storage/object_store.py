@@ -3,7 +3,7 @@
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -11,7 +11,14 @@ from typing import Any, Self
 
 from danlu.storage.store_path import Buffer, plain, safe, shortage
 
-OPTIONS = {"endpoint": "", "region": "", "part_bytes": str(64 << 20), "connect_timeout": "5", "read_timeout": "30"}
+OPTIONS = {
+    "endpoint": "",
+    "region": "",
+    "part_bytes": str(64 << 20),
+    "connect_timeout": "5",
+    "read_timeout": "30",
+    "request_timeout": "300",
+}
 """What may be set, and what it is otherwise."""
 
 _SMALLEST_PART = 5 << 20  # S3 takes no smaller one, the last excepted
@@ -24,17 +31,18 @@ class ObjectStore:
     """Files as objects under a prefix of a bucket, which must exist.
 
     An object appears whole when its upload is completed, so a name is never half there. Nothing is tried twice and
-    every request ends: a server that dies or is silent gives an OSError after `connect_timeout` or `read_timeout`
-    seconds. What an interrupted upload leaves is invisible and paid for: give the bucket a rule that ends incomplete
-    uploads after a day.
+    every request ends: a server that dies gives a ConnectionError after `connect_timeout` or `read_timeout` seconds,
+    one that is silent after `request_timeout` (a client may wait for leave to send, where no other clock runs). What
+    an interrupted upload leaves is invisible and paid for: give the bucket a rule that ends incomplete uploads.
     """
 
-    def __init__(self, files: Any, bucket: str, prefix: str, part_bytes: int) -> None:
+    def __init__(self, files: Any, bucket: str, prefix: str, part_bytes: int, request_timeout: float) -> None:
         """`files` is an `s3fs.S3FileSystem`; use `at` to have one made."""
         self._files = files
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_bytes = part_bytes
+        self._request_timeout = request_timeout
         self._exclusive = False
         self._lock = threading.Lock()
         self.name = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -50,7 +58,8 @@ class ObjectStore:
             safe(prefix)
         chosen = {**OPTIONS, **_known(options)}
         part_bytes = int(_number("part_bytes", chosen["part_bytes"], _SMALLEST_PART))
-        return cls(_connected(chosen), bucket, prefix, part_bytes)
+        request_timeout = _number("request_timeout", chosen["request_timeout"], 0.1)
+        return cls(_connected(chosen), bucket, prefix, part_bytes, request_timeout)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> None:
         """Make or replace a file."""
@@ -115,11 +124,10 @@ class ObjectStore:
         key = self._key(path)
         with self._errors(f"removing {path}"):
             self._call("delete_object", Key=key)
-            for page in self._pages(Prefix=f"{key}/", MaxKeys=_KEYS_A_REMOVAL):
-                if doomed := [{"Key": item["Key"]} for item in page.get("Contents", ())]:
-                    answer = self._call("delete_objects", Delete={"Objects": doomed, "Quiet": True})
-                    if left := answer.get("Errors"):
-                        raise OSError(f"{len(left)} files stay, the first is {left[0]['Key']}: {left[0]['Message']}")
+            inside = [item["Key"] for page in self._pages(Prefix=f"{key}/") for item in page.get("Contents", ())]
+            # Some servers keep a folder as a thing of its own, and list it when it is empty.
+            folders = {f"{name[:end]}/" for name in inside for end in _ends(name) if end >= len(key)}
+            self._delete([*inside, *sorted(folders, key=len, reverse=True)])
 
     def free(self) -> int | None:
         """Not told: a bucket has no end, and a quota is not in the protocol."""
@@ -129,7 +137,14 @@ class ObjectStore:
         return self._prefix + safe(path)
 
     def _call(self, method: str, **arguments: Any) -> Any:
-        return self._files.call_s3(method, Bucket=self._bucket, **arguments)
+        return self._files.call_s3(method, timeout=self._request_timeout, Bucket=self._bucket, **arguments)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for begin in range(0, len(keys), _KEYS_A_REMOVAL):
+            doomed = [{"Key": key} for key in keys[begin : begin + _KEYS_A_REMOVAL]]
+            answer = self._call("delete_objects", Delete={"Objects": doomed, "Quiet": True})
+            if left := answer.get("Errors"):
+                raise OSError(f"{len(left)} files stay, the first is {left[0]['Key']}: {left[0].get('Message')}")
 
     def _pages(self, **arguments: Any) -> Iterator[Mapping[str, Any]]:
         following: dict[str, str] = {}
@@ -176,9 +191,9 @@ class ObjectStore:
     def _range(self, path: str, offset: int, length: int) -> bytes:
         with self._errors(f"reading {path}"):
             try:
-                content: bytes = self._files.cat_file(
-                    f"{self._bucket}/{self._key(path)}", start=offset, end=offset + length
-                )
+                place = f"{self._bucket}/{self._key(path)}"
+                end = offset + length
+                content: bytes = self._files.cat_file(place, start=offset, end=end, timeout=self._request_timeout)
             except OSError as error:
                 if _code(error) not in ("InvalidRange", "416"):
                     raise
@@ -219,6 +234,7 @@ class ObjectStore:
         """Whatever the client raises, as an OSError that says what was being done."""
         from aiohttp import ClientError  # here, not above: only who opens an s3:// store needs its client
         from botocore.exceptions import BotoCoreError, HTTPClientError
+        from botocore.exceptions import ConnectionError as NoConnection
 
         try:
             yield
@@ -226,7 +242,7 @@ class ObjectStore:
             raise FileNotFoundError(f"{self.name}: {doing}: not there ({error})") from error
         except PermissionError as error:
             raise PermissionError(f"{self.name}: {doing}: refused ({error})") from error
-        except (TimeoutError, HTTPClientError, ClientError) as error:
+        except (TimeoutError, HTTPClientError, NoConnection, ClientError) as error:
             message = f"{self.name}: {doing}: no answer from the server ({error or type(error).__name__})"
             raise ConnectionError(message) from error
         except BotoCoreError as error:
@@ -255,6 +271,11 @@ def _chunks(parts: Iterable[Buffer], size: int) -> Iterator[bytes]:
                 gathered = bytearray()
     if gathered:
         yield bytes(gathered)
+
+
+def _ends(key: str) -> Iterator[int]:
+    """Where the folders of a key end."""
+    return (place for place, character in enumerate(key) if character == "/")
 
 
 def _code(error: OSError) -> str:

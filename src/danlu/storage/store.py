@@ -39,7 +39,7 @@ class Store(Protocol):
     """Files under relative paths, each whole or absent.
 
     Every path is held against `safe` first. Methods may be called from several threads at once. A path is either a
-    file or a folder; folders come and go with what is in them.
+    file or a folder; folders come with what is in them, and one whose last file was removed may still be listed.
     """
 
     @property
@@ -102,8 +102,9 @@ def open_store(where: str, options: Mapping[str, str] | None = None) -> Store:
     """Open the store at `where`: a folder, `file:///folder`, `s3://bucket/prefix` or `memory://name`.
 
     Options are for `s3://`: `endpoint` (of a server that is not Amazon's), `region`, `part_bytes` (of a multipart
-    upload, 64 MiB), `connect_timeout` and `read_timeout` (seconds). Credentials are none of them: they are found where
-    fsspec and the AWS tools look. A store in memory is the same one for everybody in this process who gives its name.
+    upload, 64 MiB), and in seconds `connect_timeout`, `read_timeout` (of silence in an answer) and `request_timeout`
+    (what a part may take on your network). Credentials are none of them: they are found where fsspec
+    and the AWS tools look. A store in memory is the same one for everybody in this process who gives its name.
     """
     options = dict(options or {})
     scheme, separator, rest = where.partition("://")
