@@ -111,6 +111,8 @@ class Checkpoints:
         self._outcomes: list[Outcome] = []
         self._under_way: set[str] = set()
         self._given_up: set[str] = set()
+        self._cleared = False
+        """Whether what a process before this one may have left is gone."""
         self._failed = ""
         """An attempt that failed here and that other ranks may still be waiting for."""
 
@@ -201,12 +203,12 @@ class Checkpoints:
         Every chunk read is checked against the hash taken when it was saved. Raises `Damaged` on all ranks if one
         is not right on any.
         """
-        reader = Reader(self.store, step)
         mine = pieces(tensors, self._plain_replica(tensors))
         failure = ""
         try:
+            reader = Reader(self.store, step)
             fill(reader, tensors, mine, on_bytes)
-        except Damaged as error:
+        except (Damaged, OSError, EOFError) as error:  # the others wait: they must hear of it
             failure = str(error)
         if self._any(bool(failure)):
             raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
@@ -248,6 +250,8 @@ class Checkpoints:
     def _persist(self, save: _Save) -> None:
         rank, world = _rank(), _world()
         pack = pack_name(save.attempt, rank)
+        if rank == 0:
+            self._make_room(save)
         weighing = self._weigher.submit(weigh, save.plan, save.chunks, save.slot.view)
         try:
             if save.plan.bytes:
@@ -267,6 +271,13 @@ class Checkpoints:
         text = commit(self.store, leaf, world, root, self.patience, lambda: save.attempt in self._given_up)
         if text is not None:
             self.shelf.added(open_manifest(text, pack))
+
+    def _make_room(self, save: _Save) -> None:
+        """See that the step is free. Here and not before the copy: a store that is slow or gone must not be felt."""
+        self.shelf.make_way(save.step)
+        if not self._cleared:
+            self.shelf.clear(save.step, save.attempt)
+            self._cleared = True
 
     def _ended(self, save: _Save, failure: str) -> None:
         seconds = time.perf_counter() - save.began
@@ -288,11 +299,6 @@ class Checkpoints:
         """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
         with self._lock:
             flags = (_BUSY if len(self._slots) == SLOTS and not self._free else 0) | (_FAILED if self._failed else 0)
-        exists = _rank() == 0 and step in self.shelf.all_steps()
-        if self._any(exists):
-            raise SaveFailed(
-                f"{self.store.name}/{folder_of(step)} must be new, but exists already; it is left as it is"
-            )
         words = self._gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
         if any(word & _FAILED for _, word in words):
             self._give_up()  # a rank without its leaf: nobody needs to wait for it any longer

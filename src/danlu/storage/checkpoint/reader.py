@@ -18,11 +18,12 @@ from danlu.storage.checkpoint.manifest import (
     Leaf,
     Manifest,
     Node,
+    Tensor,
     Under,
     open_child,
     open_manifest,
 )
-from danlu.storage.checkpoint.tree import within_reach
+from danlu.storage.checkpoint.tree import same, within_reach
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store
 
@@ -42,6 +43,7 @@ class Stored:
     pack: str
     chunk: Chunk
     bytes: int
+    pack_bytes: int
 
 
 class Take(Protocol):
@@ -76,22 +78,35 @@ class Reader:
 
     def leaves(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Leaf]:
         """Leaves that may hold something of what is wanted."""
-        yield from self._below(self.manifest, wanted)
+        yield from self._below(self.manifest, wanted, set())
 
     def fetch(self, chunks: Sequence[Stored], take: Take, on_bytes: Callable[[int], None] = lambda done: None) -> None:
         """Read chunks, several runs at a time, and hand each to `take`; `Damaged` names those that are not right."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="danlu-read") as pool:
-            outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), _runs(chunks))
-            wrong = [line for lines in outcomes for line in lines]
+            packs = sorted({(stored.pack, stored.pack_bytes) for stored in chunks})
+            wrong = [line for line in pool.map(lambda pack: self._not_whole(*pack), packs) if line]
+            if not wrong:
+                outcomes = pool.map(lambda run: self._fetch_run(run, take, on_bytes), _runs(chunks))
+                wrong = [line for lines in outcomes for line in lines]
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise Damaged(f"{self.store.name}/{self.folder}: " + "; ".join(wrong[:5]) + more)
 
+    def _not_whole(self, pack: str, expected: int) -> str:
+        """What is wrong with a pack's length; asked before memory is taken for what a leaf says is in it."""
+        path = f"{self.folder}/{pack}"
+        try:
+            size = self.store.size(path)
+        except OSError as error:
+            return f"{path} cannot be read: {error}"
+        return "" if size == expected else f"{path} must have {expected} bytes, but has {size}"
+
     def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[str]:
         # From a page on, so that a store can read past the cache straight into the buffer.
         start, end = run[0].chunk.at // _PAGE * _PAGE, run[-1].chunk.at + run[-1].bytes
-        path, content = f"{self.folder}/{run[0].pack}", self._buffers.of(end - start)
+        path = f"{self.folder}/{run[0].pack}"
         try:
+            content = self._buffers.of(end - start)
             self.store.read_into(path, start, content)
         except (OSError, EOFError) as error:
             return [f"{path} cannot be read from byte {start} to {end}: {error}"]
@@ -107,23 +122,37 @@ class Reader:
         on_bytes(end - start)
         return wrong
 
-    def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Leaf]:
+    def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None, seen: set[str]) -> Iterator[Leaf]:
         children = node.children if wanted is None else within_reach(node, wanted)
         for under in children:
             path = f"{self.folder}/{under.file}"
-            text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
+            where = f"{self.store.name}/{path}"
+            if under.file in seen:  # eight levels of 64 times the same child would never end
+                raise Damaged(f"{where} must be named once, but is named again")
+            seen.add(under.file)
+            text = self._child(path, under)
             if node.level == 1:
                 yield self._own(open_child(Leaf, text, under, where), under)
             else:
                 child = self._own(open_child(Node, text, under, where), under)
                 if child.level != node.level - 1:
                     raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
-                yield from self._below(child, wanted)
+                yield from self._below(child, wanted, seen)
 
     def _own(self, child: T, under: Under) -> T:
         if (child.step, child.attempt) != (self.manifest.step, self.manifest.attempt):
             raise Damaged(f"{self.folder}/{under.file} must belong to attempt {self.manifest.attempt}, but does not")
+        whole: Mapping[str, Tensor] = self.manifest.tensors
+        for name, tensor in child.tensors.items():
+            if name not in whole or not same(whole[name], tensor):
+                raise Damaged(f"{self.folder}/{under.file} must have tensor {name[:80]} as the manifest has it")
         return child
+
+    def _child(self, path: str, under: Under) -> bytes:
+        try:
+            return self._text(path, under.bytes)
+        except (FileNotFoundError, EOFError) as error:
+            raise Damaged(f"{self.store.name}/{self.folder} lacks a file that it names: {error}") from None
 
     def _text(self, path: str, most: int) -> bytes:
         if (size := self.store.size(path)) > most:
@@ -149,7 +178,7 @@ def _of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Stor
         boxes = None if wanted is None else wanted.get(name, ())
         for chunk in held.chunks:
             if boxes is None or any(overlap(chunk.box, box) for box in boxes):
-                yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype])
+                yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype], leaf.bytes)
 
 
 def _runs(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:
