@@ -1,18 +1,14 @@
-"""One contract, held by every store; and what each adds to it."""
+"""One contract, held by every store; and the addresses stores are found at."""
 
-import errno
-import mmap
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-import numpy as np
 import pytest
+from made_stores import RefusesDirect, noise, page_aligned, shifted
 
-from danlu.storage.calls import Calls
 from danlu.storage.direct import ALIGNMENT, BLOCK
 from danlu.storage.local_store import LARGE, LocalStore
 from danlu.storage.store import LONGEST_PART, LONGEST_PATH, Store, UnsafePathError, open_store, safe
@@ -38,100 +34,6 @@ UNSAFE = [
     "/".join(["abcdefg"] * (LONGEST_PATH // 8 + 1)),
     f"a{UNFINISHED}b",
 ]
-
-
-class RefusesDirect(Calls):
-    """A file system that does not know O_DIRECT: at opening, or only when a block comes."""
-
-    def __init__(self, *, at_open: bool) -> None:
-        self.at_open = at_open
-
-    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        if flags & os.O_DIRECT and (self.at_open or not flags & os.O_CREAT):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return super().open(path, flags, mode)
-
-    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        if self._is_direct(descriptor):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return super().pwrite(descriptor, data, offset)
-
-    @staticmethod
-    def _is_direct(descriptor: int) -> bool:
-        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
-        return bool(int(flags, 8) & os.O_DIRECT)
-
-
-class Recorder(Calls):
-    """Writes down the calls that change the disk, in order."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self._names: dict[int, str] = {}
-
-    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        descriptor = super().open(path, flags, mode)
-        self._names[descriptor] = path
-        return descriptor
-
-    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        self.seen.append(f"data {self._short(self._names[descriptor])}")
-        return super().pwrite(descriptor, data, offset)
-
-    def fsync(self, descriptor: int) -> None:
-        self.seen.append(f"sync {self._short(self._names[descriptor])}")
-        super().fsync(descriptor)
-
-    def rename(self, source: str, target: str) -> None:
-        self.seen.append(f"rename {self._short(source)} {self._short(target)}")
-        super().rename(source, target)
-
-    def link(self, source: str, target: str) -> None:
-        self.seen.append(f"link {self._short(source)} {self._short(target)}")
-        super().link(source, target)
-
-    def unlink(self, path: str) -> None:
-        self.seen.append(f"unlink {self._short(path)}")
-        super().unlink(path)
-
-    def mkdir(self, path: str) -> None:
-        self.seen.append(f"mkdir {self._short(path)}")
-        super().mkdir(path)
-
-    @staticmethod
-    def _short(path: str) -> str:
-        name = Path(path).name
-        return "new" if UNFINISHED in name else name
-
-
-class FailsAt(Calls):
-    """Fails at the nth call of one kind."""
-
-    def __init__(self, method: str, code: int, nth: int = 1) -> None:
-        self.left = nth
-        real = getattr(super(), method)
-
-        def failing(*arguments: object) -> object:
-            self.left -= 1
-            if not self.left:
-                raise OSError(code, os.strerror(code))
-            return real(*arguments)
-
-        setattr(self, method, failing)
-
-
-def page_aligned(content: bytes) -> memoryview:
-    view = memoryview(mmap.mmap(-1, len(content)))
-    view[:] = content
-    return view
-
-
-def shifted(content: bytes, by: int = 1) -> memoryview:
-    return page_aligned(bytes(by) + content)[by:]
-
-
-def noise(length: int, seed: int = 0) -> bytes:
-    return np.random.default_rng(seed).bytes(length)
 
 
 @pytest.fixture(params=["local", "local through the page cache", "memory"])
@@ -330,155 +232,6 @@ def test_a_writer_that_fails_leaves_the_old_file(store: Store) -> None:
         store.write("a", broken())
     assert store.read("a") == b"old"
     assert store.list() == ["a"]
-
-
-# --- local stores
-
-
-def names_below(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*"))
-
-
-def test_a_local_write_is_ordered(tmp_path: Path) -> None:
-    calls = Recorder()
-    store = LocalStore(tmp_path / "store", calls)
-    store.write("a/b", [b"x"])
-    assert calls.seen == [
-        *("mkdir store", f"sync {tmp_path.name}", "mkdir a", "sync store"),
-        *("data new", "sync new", "rename new b", "sync a"),
-    ]
-    calls.seen.clear()
-    store.create("a/c", b"x")
-    assert calls.seen == ["data new", "sync new", "sync a", "link new c", "unlink new", "sync a"]
-
-
-def test_a_large_local_write_is_ordered(tmp_path: Path) -> None:
-    calls = Recorder()
-    store = LocalStore(tmp_path, calls)
-    store.write("b", [noise(2 * LARGE)])
-    calls.seen.clear()
-    store.write("b", [noise(2 * LARGE + 5)])
-    assert calls.seen[-3:] == ["sync new", "rename new b", f"sync {tmp_path.name}"]
-    assert set(calls.seen[:-3]) == {"data new"}
-
-
-def test_a_folder_somebody_else_made_is_brought_to_the_disk_too(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    calls = Recorder()
-    LocalStore(tmp_path, calls).write("a/b", [b"x"])
-    assert calls.seen[:2] == [f"sync {tmp_path.parent.name}", f"sync {tmp_path.name}"]
-
-
-@pytest.mark.parametrize("method", ["pwrite", "fsync", "rename", "fallocate"])
-@pytest.mark.parametrize("length", [3, 2 * LARGE])
-def test_an_error_of_the_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, method: str, length: int) -> None:
-    LocalStore(tmp_path).write("a", [b"old"])
-    # The first fsyncs are those of the folders, the first pwrite of a large file is the probe of O_DIRECT.
-    nth = {"fsync": 2, "pwrite": 2 if length > LARGE else 1}.get(method, 1)
-    store = LocalStore(tmp_path, FailsAt(method, errno.EIO, nth))
-    with pytest.raises(OSError, match="Input/output error"):
-        store.write("a", [bytes(length)])
-    assert (tmp_path / "a").read_bytes() == b"old"
-    assert names_below(tmp_path) == ["a"]
-
-
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    calls = Recorder()
-    store = LocalStore(tmp_path, calls)
-    store.write("a", [bytes(LARGE)])
-    calls.seen.clear()
-    page = page_aligned(bytes(64 << 20))
-    room = store.free()
-    assert room is not None
-    with pytest.raises(OSError, match=r"bytes free, but \d+ are needed") as caught:
-        store.write("b", [page] * (room // len(page) + 64))
-    assert caught.value.errno == errno.ENOSPC
-    assert "data new" not in calls.seen
-    assert names_below(tmp_path) == ["a"]
-
-
-def test_room_is_looked_for_where_it_cannot_be_taken(tmp_path: Path) -> None:
-    calls = FailsAt("fallocate", errno.EOPNOTSUPP)
-    store = LocalStore(tmp_path, calls)
-    store.write("a", [bytes(LARGE)])
-    assert store.size("a") == LARGE
-    calls.left = 1
-    calls.statvfs = lambda path: os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255))  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="36864 bytes free"):
-        store.write("b", [bytes(LARGE)])
-
-
-@pytest.mark.parametrize("at_open", [True, False])
-def test_a_file_system_without_direct_access_is_told_once(tmp_path: Path, at_open: bool) -> None:
-    store = LocalStore(tmp_path, RefusesDirect(at_open=at_open))
-    with pytest.warns(RuntimeWarning, match=r"refuses O_DIRECT .*page cache"):
-        store.write("a", [noise(LARGE)])
-    store.write("b", [noise(LARGE)])  # a second warning would be an error
-    store.read_into("a", 0, memoryview(bytearray(LARGE)))
-    assert names_below(tmp_path) == ["a", "b"]
-
-
-def test_reading_without_direct_access_is_told_too(tmp_path: Path) -> None:
-    LocalStore(tmp_path).write("a", [noise(LARGE)])
-    into = bytearray(LARGE)
-    with pytest.warns(RuntimeWarning, match="refuses O_DIRECT"):
-        LocalStore(tmp_path, RefusesDirect(at_open=True)).read_into("a", 0, memoryview(into))
-    assert into == noise(LARGE)
-
-
-def test_a_file_system_without_links_is_an_error(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path, FailsAt("link", errno.EPERM))
-    with pytest.raises(OSError, match="no hard links"):
-        store.create("a", b"x")
-    assert names_below(tmp_path) == []
-
-
-def test_what_a_crash_left_is_not_listed_and_goes_with_its_folder(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    store.write("a/b", [b"x"])
-    (tmp_path / "a" / f"c{UNFINISHED}1-2").write_bytes(b"half")
-    assert store.list("a") == ["b"]
-    store.remove("a")
-    assert names_below(tmp_path) == []
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "secret").write_bytes(b"secret")
-    store = LocalStore(tmp_path / "store")
-    store.write("here", [b"x"])
-    (tmp_path / "store" / "folder").symlink_to(outside)
-    (tmp_path / "store" / "file").symlink_to(outside / "secret")
-    (tmp_path / "store" / "dangling").symlink_to(outside / "absent")
-    for path in ("folder/secret", "file", "dangling"):
-        for attempt in (
-            lambda path=path: store.read(path),
-            lambda path=path: store.write(path, [b"y"]),
-            lambda path=path: store.create(path, b"y"),
-            lambda path=path: store.remove(path),
-            lambda path=path: store.list(path),
-        ):
-            with pytest.raises(PermissionError, match="symbolic link"):
-                attempt()
-    assert names_below(outside) == ["secret"]
-    assert (outside / "secret").read_bytes() == b"secret"
-
-
-def test_removing_a_folder_leaves_what_a_link_in_it_points_to(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_bytes(b"x")
-    store = LocalStore(tmp_path / "store")
-    store.write("a/b", [b"x"])
-    (tmp_path / "store" / "a" / "link").symlink_to(tmp_path / "kept")
-    store.remove("a")
-    assert names_below(tmp_path) == ["kept", "store"]
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    LocalStore(tmp_path / "link").write("a", [b"x"])
-    assert (tmp_path / "real" / "a").read_bytes() == b"x"
 
 
 # --- addresses
