@@ -36,7 +36,7 @@ def main(work: Path, engine: str, inputs: int, seed: int) -> None:
             import fuzzing
     else:
         import fuzzing
-    targets = [fuzzing.Target(work / str(writers), writers) for writers in (1, 2, 66)]
+    targets = [fuzzing.Target(writers) for writers in (1, 2, 66)]
     told = fuzzing.Fuzzed()
 
     def try_one(draw: random.Random) -> None:

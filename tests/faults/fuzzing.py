@@ -4,13 +4,17 @@ Most changes are made with knowledge of the format, and the hashes above them ar
 is read gets past them and deep into the reader.
 """
 
+import errno
 import hashlib
 import json
+import os
 import random
 import resource
+import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +48,47 @@ class Outside(AssertionError):  # noqa: N818 - it is where a path led
 
 
 class Fenced(Calls):
-    """Refuses to touch anything outside a folder, and remembers that it was asked to."""
+    """A folder in memory for a real `LocalStore`; refuses any path outside it, and remembers that it was asked."""
 
-    def __init__(self, folder: Path) -> None:
-        self._inside = f"{folder.resolve()}/"
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.files: dict[str, bytes] = {}
         self.outside: list[str] = []
+        self._open: dict[int, bytes] = {}
+        self._numbers = count(3)
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         self._hold(path)
-        return super().open(path, flags, mode)
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise Outside(f"a reader must not write, but opens {path}")
+        if path not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        number = next(self._numbers)
+        self._open[number] = self.files[path]
+        return number
+
+    def close(self, descriptor: int) -> None:
+        del self._open[descriptor]
+
+    def preadv(self, descriptor: int, into: Sequence[memoryview], offset: int) -> int:
+        content = self._open[descriptor][offset : offset + len(into[0])]
+        into[0][: len(content)] = content
+        return len(content)
+
+    def fstat(self, descriptor: int) -> os.stat_result:
+        return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, len(self._open[descriptor]), 0, 0, 0))
 
     def listdir(self, path: str) -> list[str]:
         self._hold(path)
-        return super().listdir(path)
+        return sorted({name[len(path) + 1 :].split("/")[0] for name in self.files if name.startswith(f"{path}/")})
+
+    def realpath(self, path: str) -> str:
+        return os.path.normpath(path)
 
     def _hold(self, path: str) -> None:
-        if not f"{path}/".startswith(self._inside) or "/../" in f"{path}/":
+        if not f"{os.path.normpath(path)}/".startswith(f"{self.folder}/"):
             self.outside.append(path)
-            raise Outside(f"{path} must lie in {self._inside}")
+            raise Outside(f"{path} must lie in {self.folder}")
 
 
 @dataclass
@@ -99,21 +126,20 @@ def read_back(store: LocalStore | MemoryStore) -> bool:
 
 
 class Target:
-    """One checkpoint on a disk whose files are replaced by each input and put back afterwards."""
+    """One checkpoint whose files are replaced by each input and put back afterwards."""
 
-    def __init__(self, folder: Path, writers: int) -> None:
+    def __init__(self, writers: int) -> None:
         self.files = valid(writers)
-        self.place = folder / FOLDER
-        self.place.mkdir(parents=True)
-        for name, text in self.files.items():
-            (self.place / name).write_bytes(text)
-        self.calls = Fenced(folder)
-        self.store = LocalStore(folder, self.calls)
+        self.calls = Fenced("/store/run")
+        self.store = LocalStore(Path(self.calls.folder), self.calls)
+        self._put(self.files)
+
+    def _put(self, files: Mapping[str, bytes]) -> None:
+        self.calls.files = {f"{self.calls.folder}/{FOLDER}/{name}": text for name, text in files.items()}
 
     def try_one(self, changed: Mapping[str, bytes], told: Fuzzed) -> None:
         """Read with these files in place of the right ones."""
-        for name, text in changed.items():
-            (self.place / name).write_bytes(text)
+        self._put({**self.files, **changed})
         began = time.process_time()
         try:
             accepted = read_back(self.store)
@@ -126,16 +152,11 @@ class Target:
             told.slowest = max(told.slowest, time.process_time() - began)
             told.inputs += 1
             told.outside = len(self.calls.outside)
-            for name in changed:
-                if name in self.files:
-                    (self.place / name).write_bytes(self.files[name])
-                else:
-                    (self.place / name).unlink()
 
 
-def fuzz(folder: Path, inputs: int, seed: int, writers: int = 2, on_input: Callable[[], None] = lambda: None) -> Fuzzed:
+def fuzz(inputs: int, seed: int, writers: int = 2, on_input: Callable[[], None] = lambda: None) -> Fuzzed:
     """Try so many inputs."""
-    target, told, draw = Target(folder, writers), Fuzzed(), random.Random(seed)
+    target, told, draw = Target(writers), Fuzzed(), random.Random(seed)
     while told.inputs < inputs:
         target.try_one(mutated(target.files, draw), told)
         on_input()
