@@ -54,8 +54,8 @@ def failing(tmp_path: Path) -> Iterator[Callable[[Path, Path, Path], None]]:
 
     def mount(source: Path, place: Path, rules: Path) -> None:
         script = Path(__file__).with_name("failing_fs.py")
-        log = (tmp_path / "fuse.log").open("wb")
-        server = subprocess.Popen([sys.executable, str(script), str(source), str(place), str(rules)], stderr=log)
+        with (tmp_path / "fuse.log").open("wb") as log:
+            server = subprocess.Popen([sys.executable, str(script), str(source), str(place), str(rules)], stderr=log)
         servers.append((server, place))
         deadline = time.monotonic() + 60
         while not place.is_mount():
@@ -68,4 +68,5 @@ def failing(tmp_path: Path) -> Iterator[Callable[[Path, Path, Path], None]]:
         unmount = shutil.which("fusermount3") or shutil.which("fusermount")
         command = [unmount, "-u", "-z", str(place)] if unmount else ["umount", "--lazy", str(place)]
         subprocess.run(command, check=True)
+        server.kill()  # a mount that is let go lazily lives as long as somebody has a file of it open
         server.wait(20)

@@ -91,4 +91,4 @@ class FailingFolder(Operations):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    FUSE(FailingFolder(Path(sys.argv[1]), Path(sys.argv[3])), sys.argv[2], foreground=True, nothreads=False)
+    FUSE(FailingFolder(Path(sys.argv[1]), Path(sys.argv[3])), sys.argv[2], foreground=True, big_writes=True)

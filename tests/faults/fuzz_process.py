@@ -1,4 +1,4 @@
-"""The process that `benchmarks/ckpt_fuzz.py` watches: python fuzz_process.py WORK ENGINE INPUTS SEED."""
+"""The process that `benchmarks/ckpt_fuzz.py` watches: python fuzz_process.py WORK ENGINE INPUTS SEED [CORPUS]."""
 
 import json
 import random
@@ -28,7 +28,7 @@ class FromBytes(random.Random):
         return self.getrandbits(32) / 2**32
 
 
-def main(work: Path, engine: str, inputs: int, seed: int) -> None:
+def main(work: Path, engine: str, inputs: int, seed: int, *corpus: str) -> None:
     if engine == "atheris":
         import atheris
 
@@ -53,16 +53,19 @@ def main(work: Path, engine: str, inputs: int, seed: int) -> None:
         while told.inputs < inputs:
             try_one(draw)
         return
-    limits = [
+    limits = [f"-artifact_prefix={work}/", "-report_slow_units=60"]
+    limits += [
         f"-runs={inputs + 10}",
         f"-seed={seed}",
         "-max_len=256",
         "-len_control=0",
         f"-rss_limit_mb={MEMORY >> 20}",
     ]
-    atheris.Setup([sys.argv[0], *limits], lambda data: try_one(FromBytes(data)))
+    for folder in corpus:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    atheris.Setup([sys.argv[0], *limits, *corpus], lambda data: try_one(FromBytes(data)))
     atheris.Fuzz()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

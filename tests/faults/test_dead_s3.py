@@ -25,7 +25,8 @@ def s3() -> Iterator[S3Lab]:
             lab.start()
             yield lab
         finally:
-            lab.stop()
+            if lab.server is not None:
+                lab.kill()
 
 
 def expected_losses() -> list[float]:

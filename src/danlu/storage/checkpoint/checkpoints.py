@@ -9,7 +9,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -34,7 +34,7 @@ SLOTS = 2
 """Buffers in host memory: one is filled while the other drains."""
 PATIENCE = 600.0
 """Seconds a writer waits for the leaves of others, and a run at its end for its last save."""
-_BUSY, _FAILED = 1 << 32, 1 << 33
+_BUSY, _NONE = 1 << 32, -1
 _POLL = 0.02
 _LAST_CHANCE = 10.0
 
@@ -53,6 +53,8 @@ class Outcome:
     """That this rank wrote."""
     failure: str = ""
     """Why it did not come about; empty if it did."""
+    trouble: str = ""
+    """What went wrong once it counted: older ones that could not be deleted."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class Checkpoints:
         self._given_up: set[str] = set()
         self._cleared = False
         """Whether what a process before this one may have left is gone."""
-        self._failed = ""
-        """An attempt that failed here and that other ranks may still be waiting for."""
+        self._failed: set[str] = set()
+        """Attempts that failed here and that other ranks may still be waiting for."""
 
     def latest(self) -> int | None:
         """The newest complete and finite checkpoint, or None; rank 0 looks, as another rank's file system may lag."""
@@ -189,8 +191,10 @@ class Checkpoints:
             anywhere = self._any_of([busy, bool(failed), late])
             if not anywhere[0]:
                 return
-            if anywhere[1] or anywhere[2]:
-                self._give_up()
+            if anywhere[1]:
+                self._give_up(_attempts(word for (word,) in self._gather([self._failure()])))
+            if anywhere[2]:
+                self._give_up(set(self._under_way))
             if anywhere[2] and time.monotonic() > deadline + _LAST_CHANCE:
                 raise SaveFailed(f"{self.store.name} must take a save within {self.patience:g} s, but did not")
             time.sleep(_POLL)
@@ -241,13 +245,14 @@ class Checkpoints:
 
     def _drain(self, save: _Save) -> None:
         try:
-            self._persist(save)
+            trouble = self._persist(save)
         except Exception as error:  # whatever it is, it is an event and not the end of the run
             self._ended(save, f"{type(error).__name__}: {error}")
         else:
-            self._ended(save, "")
+            self._ended(save, "", trouble)
 
-    def _persist(self, save: _Save) -> None:
+    def _persist(self, save: _Save) -> str:
+        """Write the checkpoint; what went wrong after it counted."""
         rank, world = _rank(), _world()
         pack = pack_name(save.attempt, rank)
         if rank == 0:
@@ -270,7 +275,11 @@ class Checkpoints:
         root = {"scalars": dict(save.scalars), "layout": self.layout, "written": time.time()}
         text = commit(self.store, leaf, world, root, self.patience, lambda: save.attempt in self._given_up)
         if text is not None:
-            self.shelf.added(open_manifest(text, pack))
+            try:
+                self.shelf.added(open_manifest(text, pack))
+            except OSError as error:  # the checkpoint is there all the same
+                return f"{type(error).__name__}: {error}"
+        return ""
 
     def _make_room(self, save: _Save) -> None:
         """See that the step is free. Here and not before the copy: a store that is slow or gone must not be felt."""
@@ -279,32 +288,39 @@ class Checkpoints:
             self.shelf.clear(save.step, save.attempt)
             self._cleared = True
 
-    def _ended(self, save: _Save, failure: str) -> None:
+    def _ended(self, save: _Save, failure: str, trouble: str = "") -> None:
         seconds = time.perf_counter() - save.began
         path = f"{self.store.name}/{folder_of(save.step)}"
         with self._lock:
-            self._outcomes.append(Outcome(save.step, path, save.stall, seconds, save.plan.bytes, failure))
+            self._outcomes.append(Outcome(save.step, path, save.stall, seconds, save.plan.bytes, failure, trouble))
             self._free.append(save.slot)
             self._under_way.discard(save.attempt)
-            self._failed = save.attempt if failure else self._failed
+            if failure:
+                self._failed.add(save.attempt)
 
-    def _give_up(self) -> None:
+    def _failure(self) -> int:
+        """An attempt that failed here, as a number for the other ranks; `_NONE` if there is none."""
         with self._lock:
-            self._given_up |= self._under_way
-            self._failed = ""
+            return int(min(self._failed), 16) if self._failed else _NONE
+
+    def _give_up(self, attempts: set[str]) -> None:
+        """Wait for these no longer: a rank is without its leaf. Other saves under way go on."""
+        with self._lock:
+            self._given_up |= attempts
+            self._failed -= attempts
 
     # --- what ranks agree on
 
     def _agree(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
         """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
         with self._lock:
-            flags = (_BUSY if len(self._slots) == SLOTS and not self._free else 0) | (_FAILED if self._failed else 0)
-        words = self._gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
-        if any(word & _FAILED for _, word in words):
-            self._give_up()  # a rank without its leaf: nobody needs to wait for it any longer
-        if any(word & _BUSY for _, word in words):
+            busy = _BUSY if len(self._slots) == SLOTS and not self._free else 0
+        drawn = random.SystemRandom().getrandbits(32) | busy
+        words = self._gather([plain_set(tensors), drawn, self._failure()])
+        self._give_up(_attempts(failure for _, _, failure in words))
+        if any(word & _BUSY for _, word, _ in words):
             return None
-        return f"{words[0][1] & (_BUSY - 1):08x}", [word for word, _ in words[: _rank()]].count(words[_rank()][0])
+        return f"{words[0][1] & (_BUSY - 1):08x}", [word for word, _, _ in words[: _rank()]].count(words[_rank()][0])
 
     def _plain_replica(self, tensors: Mapping[str, Tensor]) -> int:
         words = [word for (word,) in self._gather([plain_set(tensors)])]
@@ -374,6 +390,10 @@ class Checkpoints:
 
 def _left_out(step: int, seconds: float) -> Outcome:
     return Outcome(step, "", seconds, seconds, 0, f"{SLOTS} earlier saves are still being written on some rank")
+
+
+def _attempts(words: Iterable[int]) -> set[str]:
+    return {f"{word:08x}" for word in words if word != _NONE}
 
 
 def _signed(word: int) -> int:

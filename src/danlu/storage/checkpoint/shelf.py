@@ -77,12 +77,20 @@ class Shelf:
         if not manifest.finite:
             self.set_aside(manifest.step)
             return
-        for old in self.steps()[: -self.keep]:
-            self.remove(old)
-        # Every writer has ended its earlier saves before it takes part in a later one, so nobody writes there any more.
-        for old in self.folders():
-            if old < manifest.step and not self._has(old, MANIFEST) and not self._has(old, QUARANTINE):
+        # Every writer has ended its earlier saves before it takes part in a later one: nobody writes to leftovers.
+        leftovers = [
+            old
+            for old in self.folders()
+            if old < manifest.step and not self._has(old, MANIFEST) and not self._has(old, QUARANTINE)
+        ]
+        failed: list[OSError] = []
+        for old in [*self.steps()[: -self.keep], *leftovers]:
+            try:
                 self.remove(old)
+            except OSError as error:  # one that cannot be deleted must not keep the others
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _has(self, step: int, file: str) -> bool:
         try:

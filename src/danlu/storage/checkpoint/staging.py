@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +74,9 @@ class Slot:
 
     def close(self) -> None:
         """Let go of the memory and remove it."""
-        self.view.release()
-        self._map.close()
+        with suppress(BufferError):  # an upload that failed may hold a part of it; the memory goes when that does
+            self.view.release()
+            self._map.close()
         self.path.unlink(missing_ok=True)
 
 
