@@ -25,7 +25,7 @@ def test_a_local_write_is_ordered(tmp_path: Path) -> None:
     ]
     calls.seen.clear()
     store.create("a/c", b"x")
-    assert calls.seen == ["data new", "sync new", "link new c", "unlink new", "sync a"]
+    assert calls.seen == ["data new", "sync new", "sync a", "link new c", "unlink new", "sync a"]
 
 
 def test_a_large_local_write_is_ordered(tmp_path: Path) -> None:

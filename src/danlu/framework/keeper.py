@@ -102,6 +102,8 @@ class Keeper:
             since = f"the newest is of step {self.newest}" if self.newest else "there is none yet"
             self._warn(f"the checkpoint of step {outcome.step} did not come about: {outcome.failure}; {since}")
             return
+        if outcome.trouble:
+            self._warn(f"step {outcome.step} is saved, but older checkpoints could not be deleted: {outcome.trouble}")
         self.newest = outcome.step
         name = outcome.path.rpartition("/")[2]
         self.write(Saved(time=time.time(), step=outcome.step, path=name, seconds=outcome.seconds, stall=outcome.stall))

@@ -7,7 +7,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -61,6 +61,9 @@ class LocalStore:
         target, unfinished = self._prepared(path)
         with self._removing(unfinished):
             self._fill(unfinished, [plain(data)], memoryview(data).nbytes, 0)
+            # What others have named here may be seen and not yet be on the disk; a file that declares it whole must
+            # not get there before it.
+            self._sync_folder(os.path.dirname(target))  # noqa: PTH120
             try:
                 self._calls.link(unfinished, target)
             except FileExistsError:
@@ -115,11 +118,25 @@ class LocalStore:
         try:
             self._remove(place)
         except (FileNotFoundError, NotADirectoryError):
-            return
+            pass  # perhaps another process took it away and ended; see that this is so on the disk
         finally:
             with self._lock:
                 self._settled.clear()
-        self._sync_folder(os.path.dirname(place))  # noqa: PTH120
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._sync_folder(os.path.dirname(place))  # noqa: PTH120
+
+    def sweep(self, folder: str, keep: str) -> None:
+        """Take away the files in a folder that do not begin with `keep`, those half written included."""
+        place = self._place(folder)
+        try:
+            names = self._calls.listdir(place)
+        except FileNotFoundError:
+            return
+        for name in sorted(names):
+            if not name.startswith(keep):
+                with suppress(FileNotFoundError):
+                    self._remove(f"{place}/{name}")
+        self._sync_folder(place)
 
     def free(self) -> int | None:
         """Bytes a plain user may still write to this disk."""

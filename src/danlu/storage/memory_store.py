@@ -65,6 +65,12 @@ class MemoryStore:
             for gone in [path, *self._inside(path)]:
                 self._files.pop(gone, None)
 
+    def sweep(self, folder: str, keep: str) -> None:
+        """Take away the files in a folder that do not begin with `keep`."""
+        for name in self.list(folder):
+            if not name.startswith(keep):
+                self.remove(f"{folder}/{name}")
+
     def free(self) -> int | None:
         """Not told: what one process may take depends on the others."""
         return None

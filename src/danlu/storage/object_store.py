@@ -129,6 +129,12 @@ class ObjectStore:
             folders = {f"{name[:end]}/" for name in inside for end in _ends(name) if end >= len(key)}
             self._delete([*inside, *sorted(folders, key=len, reverse=True)])
 
+    def sweep(self, folder: str, keep: str) -> None:
+        """Take away the objects in a folder that do not begin with `keep`."""
+        for name in self.list(folder):
+            if not name.startswith(keep):
+                self.remove(f"{folder}/{name}")
+
     def free(self) -> int | None:
         """Not told: a bucket has no end, and a quota is not in the protocol."""
         return None

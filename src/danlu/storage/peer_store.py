@@ -119,6 +119,11 @@ class PeerStore:
         with self._asking({"ask": "remove", "path": safe(path)}) as line:
             _answer(line)
 
+    def sweep(self, folder: str, keep: str) -> None:
+        """Take away all that is directly inside a folder and does not begin with `keep`."""
+        with self._asking({"ask": "sweep", "path": safe(folder), "keep": keep}) as line:
+            _answer(line)
+
     def free(self) -> int | None:
         """Bytes that may still be written there, where it can be told."""
         with self._asking({"ask": "free"}) as line:
@@ -233,6 +238,9 @@ class _Conversation(socketserver.BaseRequestHandler):
                     answer = {"names": store.list(path)}
                 case "remove":
                     store.remove(path)
+                    answer = {}
+                case "sweep":
+                    store.sweep(path, str(question["keep"]))
                     answer = {}
                 case "free":
                     answer = {"free": store.free()}

@@ -93,6 +93,13 @@ class Store(Protocol):
         """
         ...
 
+    def sweep(self, folder: str, keep: str) -> None:
+        """Take away all that is directly inside a folder and does not begin with `keep`, half-written files too.
+
+        For what a process left that was killed: call it when nobody else writes there under other names.
+        """
+        ...
+
     def free(self) -> int | None:
         """Bytes that may still be written, or None where nobody can tell."""
         ...

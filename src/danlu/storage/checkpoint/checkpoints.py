@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,7 +30,7 @@ from danlu.storage.store import Store, open_store
 
 PATIENCE = 600.0
 """Seconds a writer waits for the leaves of others, and a run at its end for its last save."""
-_BUSY, _FAILED = 1 << 32, 1 << 33
+_BUSY, _NONE = 1 << 32, -1
 _POLL = 0.02
 _LAST_CHANCE = 10.0
 
@@ -107,7 +107,7 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.settle()
-        agreed = self._agree(step, tensors)
+        agreed = self._agree(tensors)
         if agreed is None:
             seconds = time.perf_counter() - began
             failure = f"{SLOTS} earlier saves are still being written on some rank"
@@ -137,8 +137,11 @@ class Checkpoints:
         self.settle()
         deadline = time.monotonic() + self.patience
         while True:
-            busy, failed, late = self.ranks.any_of([self._saver.busy, self._saver.failed, time.monotonic() > deadline])
-            if failed or late:
+            late = time.monotonic() > deadline
+            busy, failed, late = self.ranks.any_of([self._saver.busy, bool(self._saver.failed), late])
+            if failed:
+                self._saver.give_up(_attempts(word for (word,) in self.ranks.gather([self._failure()])))
+            if late:
                 self._saver.give_up()
             if not busy:
                 return
@@ -154,14 +157,14 @@ class Checkpoints:
         Every chunk read is checked against the hash taken when it was saved. Raises `Damaged` on all ranks if one
         is not right on any.
         """
-        reader = Reader(self.store, step, self._saver.copies)
         mine = pieces(tensors, self._plain_replica(tensors))
         failure = ""
         try:
+            reader = Reader(self.store, step, self._saver.copies)
             fill(reader, tensors, mine, on_bytes)
-        except Damaged as error:
+            self.mended += reader.mended
+        except (Damaged, OSError, EOFError) as error:  # the others wait: they must hear of it
             failure = str(error)
-        self.mended += reader.mended
         if self.ranks.any(bool(failure)):
             raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
         return dict(reader.manifest.scalars), self._prove(reader, tensors, mine)
@@ -177,18 +180,18 @@ class Checkpoints:
         finally:
             self._saver.close()
 
-    def _agree(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
+    def _agree(self, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
         """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
-        if self.ranks.from_first(lambda: step in self.shelf.all_steps()):
-            where = f"{self.store.name}/{folder_of(step)}"
-            raise SaveFailed(f"checkpoint {where} must be new, but exists already; it is left as it is")
-        flags = (_BUSY if self._saver.slots.exhausted else 0) | (_FAILED if self._saver.failed else 0)
-        words = self.ranks.gather([plain_set(tensors), random.SystemRandom().getrandbits(32) | flags])
-        if any(word & _FAILED for _, word in words):
-            self._saver.give_up()  # a rank without its leaf: nobody needs to wait for it any longer
-        if any(word & _BUSY for _, word in words):
+        drawn = random.SystemRandom().getrandbits(32) | (_BUSY if self._saver.slots.exhausted else 0)
+        words = self.ranks.gather([plain_set(tensors), drawn, self._failure()])
+        self._saver.give_up(_attempts(failure for _, _, failure in words))
+        if any(word & _BUSY for _, word, _ in words):
             return None
-        return f"{words[0][1] & (_BUSY - 1):08x}", self._alike_before([word for word, _ in words])
+        return f"{words[0][1] & (_BUSY - 1):08x}", self._alike_before([word for word, _, _ in words])
+
+    def _failure(self) -> int:
+        """An attempt that failed here, as a number for the other ranks."""
+        return int(self._saver.failed, 16) if self._saver.failed else _NONE
 
     def _plain_replica(self, tensors: Mapping[str, Tensor]) -> int:
         return self._alike_before([word for (word,) in self.ranks.gather([plain_set(tensors)])])
@@ -210,6 +213,10 @@ class Checkpoints:
                 f"saved, but {len(differing)} of {sum(held)} tensors differ on the {self.ranks.world} ranks now"
             )
         return Proof(reader.manifest.step, reader.manifest.layout, sum(held), len(held), reader.manifest.bytes)
+
+
+def _attempts(words: Iterable[int]) -> set[str]:
+    return {f"{word:08x}" for word in words if word != _NONE}
 
 
 def open_checkpoints(

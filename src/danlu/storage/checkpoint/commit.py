@@ -111,7 +111,11 @@ def _await(
             text = store.read(path)
             return text, parse(kind, text, f"{store.name}/{path}")
         except FileNotFoundError:
-            if stop() or time.monotonic() > deadline:
+            if stop():
+                raise SaveFailed(
+                    f"{store.name}/{path} will not come: its rank could not write it, and says why"
+                ) from None
+            if time.monotonic() > deadline:
                 raise SaveFailed(
                     f"{store.name}/{path} must come from another rank within {patience:g} s, but did not; "
                     "that rank has failed, or its store is slow"

@@ -44,9 +44,9 @@ Extents = Annotated[Many[Whole], Field(max_length=16)]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
 Attempt = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-Pack = Annotated[str, Field(pattern=r"^[0-9a-f]{8}-\d{6,8}\.pack$")]
+Pack = Annotated[str, Field(pattern=r"^[0-9a-f]{8}-[0-9]{6,8}\.pack$")]
 """A name beside the manifest: no folder, so none outside the checkpoint."""
-Child = Annotated[str, Field(pattern=r"^[0-9a-f]{8}-(n\d{1,2}-)?\d{6,8}\.json$")]
+Child = Annotated[str, Field(pattern=r"^[0-9a-f]{8}-(n[0-9]{1,2}-)?[0-9]{6,8}\.json$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -171,6 +171,15 @@ class Node(Description):
     """Of all packs under it."""
     tensors: dict[Name, Sum]
     children: Annotated[Many[Under], Field(min_length=1, max_length=FANOUT)]
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        for child in self.children:
+            for name, reach in child.reach.items():
+                dims = len(self.tensors[name].shape) if name in self.tensors else -1
+                if not len(reach.offset) == len(reach.size) == dims:
+                    raise ValueError(f"{child.file} must reach into tensors that are named here, in their dimensions")
+        return self
 
 
 class Manifest(Node):

@@ -19,12 +19,13 @@ from danlu.storage.checkpoint.manifest import (
     Leaf,
     Manifest,
     Node,
+    Tensor,
     Under,
     open_child,
     open_manifest,
 )
 from danlu.storage.checkpoint.parity_packs import Copies, mended
-from danlu.storage.checkpoint.tree import within_reach
+from danlu.storage.checkpoint.tree import same, within_reach
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store
 
@@ -44,6 +45,8 @@ class Stored:
     pack: str
     chunk: Chunk
     bytes: int
+    pack_bytes: int
+    """Length of the whole pack."""
 
     def damaged(self, path: str, found: int) -> str:
         """What to say of it when its bytes in `path` have another crc32c."""
@@ -104,7 +107,7 @@ class Reader:
 
     def leaves(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> Iterator[Leaf]:
         """Leaves that may hold something of what is wanted."""
-        yield from self._below(self.manifest, wanted)
+        yield from self._below(self.manifest, wanted, set())
 
     def fetch(self, chunks: Sequence[Stored], take: Take, on_bytes: Callable[[int], None] = lambda done: None) -> None:
         """Read chunks, several runs at a time, and hand each to `take`; `Damaged` names those that are not right."""
@@ -122,9 +125,9 @@ class Reader:
             return [fault for faults in outcomes for fault in faults]
 
     def child(self, node: Node, under: Under) -> Leaf | Node:
-        """A leaf or node, as its parent `node` names it; `Damaged` or FileNotFoundError if it is not that."""
+        """A leaf or node, as its parent `node` names it; `Damaged` if it is not that."""
         path = f"{self.folder}/{under.file}"
-        text, where = self._text(path, under.bytes), f"{self.store.name}/{path}"
+        text, where = self._child_text(path, under), f"{self.store.name}/{path}"
         if node.level == 1:
             return self._own(open_child(Leaf, text, under, where), under)
         child = self._own(open_child(Node, text, under, where), under)
@@ -156,8 +159,11 @@ class Reader:
         """Read a run from one store; the chunks that are not right there, and why."""
         # From a page on, so that a store can read past the cache straight into the buffer.
         start, end = run[0].chunk.at // _PAGE * _PAGE, run[-1].chunk.at + run[-1].bytes
-        content = self._buffers.of(end - start)
         try:
+            size, whole = store.size(path), run[0].pack_bytes
+            if size < end or (store is self.store and size != whole):  # before memory is taken for it
+                raise EOFError(f"it must have {whole} bytes, but has {size}")
+            content = self._buffers.of(end - start)
             store.read_into(path, start, content)
         except (OSError, EOFError) as error:
             names = ", ".join(sorted({stored.name for stored in run}))
@@ -180,19 +186,32 @@ class Reader:
                 return True
         return False
 
-    def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None) -> Iterator[Leaf]:
+    def _below(self, node: Node, wanted: Mapping[str, Sequence[Box]] | None, seen: set[str]) -> Iterator[Leaf]:
         children = node.children if wanted is None else within_reach(node, wanted)
         for under in children:
+            if under.file in seen:  # eight levels of 64 times the same child would never end
+                raise Damaged(f"{self.store.name}/{self.folder}/{under.file} must be named once, but is named again")
+            seen.add(under.file)
             child = self.child(node, under)
             if isinstance(child, Leaf):
                 yield child
             else:
-                yield from self._below(child, wanted)
+                yield from self._below(child, wanted, seen)
 
     def _own(self, child: T, under: Under) -> T:
         if (child.step, child.attempt) != (self.manifest.step, self.manifest.attempt):
             raise Damaged(f"{self.folder}/{under.file} must belong to attempt {self.manifest.attempt}, but does not")
+        whole: Mapping[str, Tensor] = self.manifest.tensors
+        for name, tensor in child.tensors.items():
+            if name not in whole or not same(whole[name], tensor):
+                raise Damaged(f"{self.folder}/{under.file} must have tensor {name[:80]} as the manifest has it")
         return child
+
+    def _child_text(self, path: str, under: Under) -> bytes:
+        try:
+            return self._text(path, under.bytes)
+        except (FileNotFoundError, EOFError) as error:
+            raise Damaged(f"{self.store.name}/{self.folder} lacks a file that it names: {error}") from None
 
     def _text(self, path: str, most: int) -> bytes:
         if (size := self.store.size(path)) > most:
@@ -219,7 +238,7 @@ def chunks_of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None = None) -> 
         boxes = None if wanted is None else wanted.get(name, ())
         for chunk in held.chunks:
             if boxes is None or any(overlap(chunk.box, box) for box in boxes):
-                yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype])
+                yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype], leaf.bytes)
 
 
 def runs_of(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:

@@ -38,6 +38,8 @@ class Outcome:
     """That this rank wrote."""
     failure: str = ""
     """Why it did not come about; empty if it did."""
+    trouble: str = ""
+    """What went wrong once it counted: older ones that could not be deleted."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,6 @@ class Saver:
         self.slots = Slots(staging, rank, SLOTS)
         self.memory = LocalStore(staging)
         """This host's memory, where the newest saves of its ranks can be read."""
-        self.failed = False
-        """Whether a save failed here that other ranks may still be waiting for."""
         self._staging = staging
         self._pools = [
             ThreadPoolExecutor(1, thread_name_prefix=f"danlu-{name}") for name in ("stage", "drain", "weigh")
@@ -89,6 +89,9 @@ class Saver:
         self._outcomes: list[Outcome] = []
         self._under_way: set[str] = set()
         self._given_up: set[str] = set()
+        self._failed: set[str] = set()
+        self._cleared = False
+        """Whether what a process before this one may have left is gone."""
         self._lock = threading.Lock()
 
     @property
@@ -122,11 +125,18 @@ class Saver:
             ended, self._outcomes = self._outcomes, []
         return ended
 
-    def give_up(self) -> None:
-        """Stop waiting for the leaves of other ranks: one of them has failed."""
+    @property
+    def failed(self) -> str:
+        """An attempt that failed here and that other ranks may still be waiting for; empty if there is none."""
         with self._lock:
-            self._given_up |= self._under_way
-            self.failed = False
+            return min(self._failed, default="")
+
+    def give_up(self, attempts: Iterable[str] | None = None) -> None:
+        """Wait for these no longer, or for none: a rank is without its leaf. Other saves under way go on."""
+        with self._lock:
+            gone = set(self._under_way if attempts is None else attempts)
+            self._given_up |= gone
+            self._failed -= gone
 
     def copies(self, path: str) -> Iterable[Store]:
         """Stores nearer than the shared one that hold a file."""
@@ -153,14 +163,17 @@ class Saver:
 
     def _drain(self, save: Save) -> None:
         try:
-            self._persist(save)
+            trouble = self._persist(save)
         except Exception as error:  # whatever it is, it is an event and not the end of the run
             self._ended(save, f"{type(error).__name__}: {error}")
         else:
-            self._ended(save, "")
+            self._ended(save, "", trouble)
 
-    def _persist(self, save: Save) -> None:
+    def _persist(self, save: Save) -> str:
+        """Write the checkpoint; what went wrong after it counted."""
         pack = pack_name(save.attempt, save.rank)
+        if save.rank == 0:
+            self._make_room(save)
         weighing = self._weigher.submit(weigh, save.plan, save.chunks, save.slot.view)
         try:
             if save.plan.bytes:
@@ -177,10 +190,21 @@ class Saver:
             tensors=weighed.tensors,
         )
         text = commit(self.store, leaf, save.world, save.root, self.patience, self._stopped(save))
-        if text is not None:
-            self.shelf.added(open_manifest(text, pack))
-        if self.protection.parity:
-            self._protect(save)
+        try:
+            if text is not None:
+                self.shelf.added(open_manifest(text, pack))
+            if self.protection.parity:
+                self._protect(save)
+        except OSError as error:  # the checkpoint is there all the same
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _make_room(self, save: Save) -> None:
+        """See that the step is free. Here and not before the copy: a store that is slow or gone must not be felt."""
+        self.shelf.make_way(save.step)
+        if not self._cleared:
+            self.shelf.clear(save.step, save.attempt)
+            self._cleared = True
 
     def _protect(self, save: Save) -> None:
         """Write the parity of the group that is this rank's to keep, if one is."""
@@ -207,11 +231,12 @@ class Saver:
     def _stopped(self, save: Save) -> Callable[[], bool]:
         return lambda: save.attempt in self._given_up
 
-    def _ended(self, save: Save, failure: str) -> None:
+    def _ended(self, save: Save, failure: str, trouble: str = "") -> None:
         seconds = time.perf_counter() - save.began
         path = f"{self.store.name}/{folder_of(save.step)}"
         self.slots.give_back(save.slot)
         with self._lock:
-            self._outcomes.append(Outcome(save.step, path, save.stall, seconds, save.plan.bytes, failure))
+            self._outcomes.append(Outcome(save.step, path, save.stall, seconds, save.plan.bytes, failure, trouble))
             self._under_way.discard(save.attempt)
-            self.failed = self.failed or bool(failure)
+            if failure:
+                self._failed.add(save.attempt)

@@ -2,13 +2,13 @@
 
 import re
 
-from danlu.storage.checkpoint.commit import folder_of
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged, Manifest, open_manifest
+from danlu.storage.checkpoint.commit import SaveFailed, folder_of
+from danlu.storage.checkpoint.manifest import LARGEST_TEXT, MANIFEST, Damaged, Manifest, open_manifest
 from danlu.storage.store import Store
 
 QUARANTINE = "quarantined.json"
 """What a manifest is called whose checkpoint must not be resumed from: not finite, or damaged."""
-_FOLDER = re.compile(r"^step-(\d{8,})$")
+_FOLDER = re.compile(r"step-([0-9]{8,18})")
 
 
 class Shelf:
@@ -32,15 +32,33 @@ class Shelf:
 
     def folders(self) -> list[int]:
         """Steps that have a folder, whatever is in it; oldest first."""
-        return sorted(int(found[1]) for name in self.store.list() if (found := _FOLDER.match(name)))
+        found = (_FOLDER.fullmatch(name) for name in self.store.list())
+        return sorted(int(match[1]) for match in found if match and match[0] == folder_of(int(match[1])))
 
     def manifest(self, step: int) -> Manifest | None:
         """The manifest of a step, or None if it is not there or not what was written."""
         path = f"{folder_of(step)}/{MANIFEST}"
         try:
-            return open_manifest(self.store.read(path), f"{self.store.name}/{path}")
+            if self.store.size(path) > LARGEST_TEXT:
+                return None
+            found = open_manifest(self.store.read(path), f"{self.store.name}/{path}")
         except (FileNotFoundError, Damaged):
             return None
+        return found if found.step == step else None
+
+    def make_way(self, step: int) -> None:
+        """Before a save: refuse to replace a checkpoint, and set aside what stands there and is none."""
+        if MANIFEST not in self.store.list(folder_of(step)):
+            return
+        if (found := self.manifest(step)) is not None and found.finite:
+            name = f"{self.store.name}/{folder_of(step)}"
+            raise SaveFailed(f"{name} must be new, but exists already; it is left as it is")
+        self.set_aside(step)
+
+    def clear(self, step: int, attempt: str) -> None:
+        """Before the first save of a process: take away what a killed one left of the same step."""
+        if not self._has(step, MANIFEST) and not self._has(step, QUARANTINE):
+            self.store.sweep(folder_of(step), keep=attempt)
 
     def set_aside(self, step: int) -> None:
         """Keep a checkpoint from being resumed from, and its files for whoever looks into it."""
@@ -55,12 +73,24 @@ class Shelf:
         self.store.remove(folder)
 
     def added(self, manifest: Manifest) -> None:
-        """Set a new checkpoint that is not finite aside; otherwise delete the oldest beyond `keep`."""
+        """Set a new checkpoint that is not finite aside; otherwise delete the oldest beyond `keep`, and leftovers."""
         if not manifest.finite:
             self.set_aside(manifest.step)
             return
-        for old in self.steps()[: -self.keep]:
-            self.remove(old)
+        # Every writer has ended its earlier saves before it takes part in a later one: nobody writes to leftovers.
+        leftovers = [
+            old
+            for old in self.folders()
+            if old < manifest.step and not self._has(old, MANIFEST) and not self._has(old, QUARANTINE)
+        ]
+        failed: list[OSError] = []
+        for old in [*self.steps()[: -self.keep], *leftovers]:
+            try:
+                self.remove(old)
+            except OSError as error:  # one that cannot be deleted must not keep the others
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _has(self, step: int, file: str) -> bool:
         try:

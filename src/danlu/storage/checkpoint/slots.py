@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _PAGE = 4096
@@ -45,8 +46,9 @@ class Slot:
     def close(self) -> None:
         """Let go of the memory and remove it."""
         self.withdraw()
-        self.view.release()
-        self._map.close()
+        with suppress(BufferError):  # an upload that failed may hold a part of it; the memory goes when that does
+            self.view.release()
+            self._map.close()
         self.path.unlink(missing_ok=True)
 
 
