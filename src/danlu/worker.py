@@ -45,6 +45,7 @@ from danlu.spec import (
 from danlu.spec.event import PeakSource
 from danlu.spec.recipe import has_experts
 from danlu.storage.checkpoint.checkpoints import open_checkpoints
+from danlu.storage.checkpoint.saver import Protection
 from danlu.storage.order import Ints
 from danlu.storage.training_data import TrainingData
 
@@ -88,7 +89,9 @@ def _train(
     first_on_host: bool,
 ) -> None:
     state, forward_backward = build(recipe, mesh.plan, mesh)
-    checkpoints = open_checkpoints(run.checkpoints, recipe.checkpoint.keep, mesh.device, mesh.plan.degrees.model_dump())
+    saves = recipe.checkpoint
+    protection = Protection(saves.parity, saves.group)
+    checkpoints = open_checkpoints(run.checkpoints, saves.keep, mesh.device, mesh.plan.degrees.model_dump(), protection)
     early: list[Event] = []  # told after `started`, which has the step that is found here
     keeper = Keeper(checkpoints, recipe.checkpoint, mesh.rank, mesh.plan.degrees.world, early.append)
     if not keeper.resume(state) and recipe.weights:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from danlu.storage.checkpoint.staging import Slot
+from danlu.storage.checkpoint.slots import Slot
 
 
 def test_memory_that_a_failed_upload_still_holds_is_given_back_later(tmp_path: Path) -> None:

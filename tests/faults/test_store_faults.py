@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_train import danlu, losses, run
 
-from danlu.spec import Ended, RunFolder, Saved, Warned
+from danlu.spec import Ended, RunFolder, Saved, Started, Warned
 from danlu.storage.build import build
 from danlu.storage.checkpoint.reader import Reader, only_hash
 from danlu.storage.checkpoint.shelf import Shelf
@@ -103,7 +103,13 @@ def test_a_full_disk(folder: Path, mounted: Callable[[Path, int], None], eyes: C
     mounted(made.checkpoints, 6 * size)
     shutil.copytree(kept, made.checkpoints, dirs_exist_ok=True)
     ballast = made.checkpoints / "somebody-elses-file"
-    ballast.write_bytes(bytes(int(4.5 * size)))  # half of one more checkpoint fits
+
+    def fill_up() -> bool:
+        """Once the run has rehearsed a save: before, it would not start."""
+        if sum(isinstance(event, Started) for event in made.read_events()) < 2:
+            return False
+        ballast.write_bytes(bytes(int(4.5 * size)))  # half of one more checkpoint fits
+        return True
 
     def make_room() -> bool:
         if not warnings(folder, "full"):
@@ -112,6 +118,7 @@ def test_a_full_disk(folder: Path, mounted: Callable[[Path, int], None], eyes: C
         ballast.unlink()
         return True
 
+    eyes(fill_up)
     eyes(make_room)
     run(folder, "train", "--resume", "full", "--nproc", "2")
     told = warnings(folder, "full")

@@ -138,6 +138,10 @@ class Checkpoint(Description):
     """Steps between checkpoints; 0 saves only at the end of the run."""
     keep: Count = 2
     """Newest checkpoints kept."""
+    parity: int = Field(default=0, ge=0, le=4)
+    """How many of every `group` ranks' files may be lost or rotten and are still read; each costs a file's room."""
+    group: Count = 8
+    """Files that are protected together."""
 
 
 class Recipe(Description):
