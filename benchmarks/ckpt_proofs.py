@@ -23,8 +23,8 @@ is there).
 
 | campaign | command | tried | wrong loads | lost checkpoints |
 |---|---|---|---|---|
-| states of a crashed disk | `ckpt_crashes.py` | {states:,} states, all different | {wrong} | {lost} |
-| SIGKILLs of a process that saves | `ckpt_crashes.py` | {kills:,} kills, {saves:,} saves | 0 | 0 |
+| states of a crashed disk | `ckpt_crashes.py` | {states:,} states, no two alike | {wrong} | {lost} |
+| SIGKILLs of a process that saves | `ckpt_crashes.py` | {kills:,} kills, {saves:,} saves | none, or it ends | none |
 | changes to files of a checkpoint | `ckpt_damage.py` | {changes:,} changes | {silent} | – |
 | manifests nobody wrote | `ckpt_fuzz.py` | {inputs:,} inputs | {outside} paths left the folder | – |
 
@@ -34,7 +34,9 @@ Every system call of real saves was recorded ({calls:,} calls in {scenarios:,} s
 calls follow each other in an order drawn by lot, retention, a save that is not finite, one set aside, a second try
 after a kill at any call, packs past the page cache). The machine is then stopped between any two calls. What was not
 brought to the disk by an `fsync` that returned may be there or not, in any combination: writes absent, whole, torn or
-zeros; names given, moved or taken away, in any subset. {ordered:,} of the states can come about on a file system that
+zeros; names given, moved or taken away, in any subset
+(all of them where there are few; of many, the extremes and a sample). Two states are alike if
+files and the promise to be kept are the same. {ordered:,} of the states can come about on a file system that
 keeps the changes of a folder in order, as ext4, XFS and btrfs do; the others only where it does not. In {gone_on:,}
 states the run also went on: it saved again, and leftovers were gone afterwards. The model in full is in
 `tests/faults/crash_states.py`.
