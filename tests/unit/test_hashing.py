@@ -141,16 +141,23 @@ def test_the_library_is_made_once_and_kept_private(tmp_path: Path) -> None:
     assert library.stat().st_mtime_ns == made.st_mtime_ns
 
 
+def _replace(library: Path) -> None:
+    """With another file: one that is loaded must not change under the process."""
+    library.unlink()
+    library.write_bytes(b"not what was compiled")
+    library.chmod(0o700)
+
+
 def test_a_library_somebody_else_may_write_is_not_loaded(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     load("copy_hash", cache)
     (library,) = cache.iterdir()
-    library.write_bytes(b"not what was compiled")
+    _replace(library)
     library.chmod(0o777)
     assert isinstance(load("copy_hash", cache), ctypes.CDLL)
     assert library.stat().st_mode & 0o077 == 0
     cache.chmod(0o777)
-    library.write_bytes(b"not what was compiled")
+    _replace(library)
     assert isinstance(load("copy_hash", cache), ctypes.CDLL)  # made elsewhere
     assert library.read_bytes() == b"not what was compiled"
 
