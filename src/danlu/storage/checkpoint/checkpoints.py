@@ -19,7 +19,7 @@ from torch import Tensor
 
 from danlu.storage.checkpoint.commit import SaveFailed, folder_of
 from danlu.storage.checkpoint.manifest import Damaged
-from danlu.storage.checkpoint.pieces import Piece, pieces, plain_set
+from danlu.storage.checkpoint.pieces import Piece, assigned, pieces_of, words_of
 from danlu.storage.checkpoint.ranks import Ranks
 from danlu.storage.checkpoint.reader import Reader
 from danlu.storage.checkpoint.restore import fill, sums_of
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
         """Take the memory that saves are copied into, so that the first is as quick as the others; bytes of a save."""
-        plan = PackPlan.of(pieces(tensors, self._plain_replica(tensors)))
+        plan = PackPlan.of(self._pieces(tensors))
         self._saver.slots.make(plan.bytes)
         return plan.bytes
 
@@ -107,14 +107,14 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.settle()
-        agreed = self._agree(tensors)
+        agreed = self._agree(pieces_of(tensors))
         if agreed is None:
             seconds = time.perf_counter() - began
             failure = f"{SLOTS} earlier saves are still being written on some rank"
             self._saver.tell(Outcome(step, "", seconds, seconds, 0, failure))
             return False
-        attempt, plain_replica = agreed
-        plan = PackPlan.of(pieces(tensors, plain_replica))
+        attempt, mine = agreed
+        plan = PackPlan.of(mine)
         root = {"scalars": dict(scalars), "layout": self.layout, "written": time.time()}
         slot = self._saver.slots.take(plan.bytes)
         save = Save(step, attempt, self.ranks.rank, self.ranks.world, plan, root, began, slot)
@@ -157,7 +157,7 @@ class Checkpoints:
         Every chunk read is checked against the hash taken when it was saved. Raises `Damaged` on all ranks if one
         is not right on any.
         """
-        mine = pieces(tensors, self._plain_replica(tensors))
+        mine = self._pieces(tensors)
         failure = ""
         try:
             reader = Reader(self.store, step, self._saver.copies)
@@ -171,7 +171,7 @@ class Checkpoints:
 
     def read(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill whole tensors in place, in a process that is no rank; only what is asked for is read."""
-        fill(Reader(self.store, step), tensors, pieces(tensors, 0), lambda done: None)
+        fill(Reader(self.store, step), tensors, pieces_of(tensors), lambda done: None)
 
     def close(self) -> None:
         """Wait for saves under way, end the background threads and give the memory back."""
@@ -180,25 +180,23 @@ class Checkpoints:
         finally:
             self._saver.close()
 
-    def _agree(self, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
-        """The attempt's name and this rank's number among holders of the same plain tensors; None to leave it out."""
+    def _agree(self, mine: Sequence[Piece]) -> tuple[str, list[Piece]] | None:
+        """The attempt's name, and the pieces with their writers; None to leave this save out."""
         drawn = random.SystemRandom().getrandbits(32) | (_BUSY if self._saver.slots.exhausted else 0)
-        words = self.ranks.gather([plain_set(tensors), drawn, self._failure()])
-        self._saver.give_up(_attempts(failure for _, _, failure in words))
-        if any(word & _BUSY for _, word, _ in words):
+        words = self.ranks.gather([drawn, self._failure(), *words_of(mine)])
+        self._saver.give_up(_attempts(failure for _, failure, *_ in words))
+        if any(word & _BUSY for word, *_ in words):
             return None
-        return f"{words[0][1] & (_BUSY - 1):08x}", self._alike_before([word for word, _, _ in words])
+        return f"{words[0][0] & (_BUSY - 1):08x}", assigned(mine, (held for _, _, *held in words[: self.ranks.rank]))
 
     def _failure(self) -> int:
         """An attempt that failed here, as a number for the other ranks."""
         return int(self._saver.failed, 16) if self._saver.failed else _NONE
 
-    def _plain_replica(self, tensors: Mapping[str, Tensor]) -> int:
-        return self._alike_before([word for (word,) in self.ranks.gather([plain_set(tensors)])])
-
-    def _alike_before(self, words: Sequence[int]) -> int:
-        """Ranks before this one with the same word."""
-        return words[: self.ranks.rank].count(words[self.ranks.rank])
+    def _pieces(self, tensors: Mapping[str, Tensor]) -> list[Piece]:
+        """What this rank holds; all ranks ask."""
+        mine = pieces_of(tensors)
+        return assigned(mine, self.ranks.gather(words_of(mine))[: self.ranks.rank])
 
     def _prove(self, reader: Reader, tensors: Mapping[str, Tensor], mine: Sequence[Piece]) -> Proof:
         """Add up the fingerprints of all ranks and hold them against the manifest's."""

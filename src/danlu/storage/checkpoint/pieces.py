@@ -4,8 +4,9 @@ PyTorch's checkpoint planner says where a rank's part lies in the whole tensor. 
 by one of them, chosen without asking: along replicated axes of its mesh by its name, so that replicas share the work.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
 
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from danlu.storage.checkpoint.boxes import Box, volume
 from danlu.storage.checkpoint.manifest import Dtype
 
+MOST_KINDS = 8
+"""Kinds of meshes that the tensors of one rank may lie on."""
 DTYPES: Mapping[torch.dtype, Dtype] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,18 +47,43 @@ class Piece:
     dtype: Dtype
     shape: tuple[int, ...]
     box: Box
+    kind: str
+    """The mesh it lies on; several ranks may hold a mesh's tensors alike without being on one mesh."""
     replica: int
     """Which of the ranks that hold it alike this one is: the writer is number 0."""
 
 
-def plain_set(tensors: Mapping[str, Tensor]) -> int:
-    """A number for the set of tensors that are no DTensors: ranks with the same number hold the same ones, alike."""
-    plain = sorted((name, str(t.dtype), tuple(t.shape)) for name, t in tensors.items() if not isinstance(t, DTensor))
-    return _word(repr(plain)) >> 1
+def kinds(pieces: Sequence[Piece]) -> dict[str, int]:
+    """A number for what this rank would write of every kind: ranks with the same number would write the same twice.
+
+    A plain tensor, or one that is split over some axes and unknown to others, lies on meshes that do not know of each
+    other; in this they meet.
+    """
+    sets: dict[str, list[str]] = {}
+    for piece in pieces:
+        mine = sets.setdefault(piece.kind, [])
+        if piece.replica == 0:
+            mine.append(repr((piece.name, piece.dtype, piece.shape, piece.box)))
+    if len(sets) > MOST_KINDS:
+        raise ValueError(f"tensors must lie on at most {MOST_KINDS} kinds of meshes, but lie on {', '.join(sets)}")
+    return {kind: (_word("\n".join(sorted(mine))) >> 1) | 1 for kind, mine in sets.items() if mine}
 
 
-def pieces(tensors: Mapping[str, Tensor], plain_replica: int) -> list[Piece]:
-    """This rank's pieces; `plain_replica` counts the ranks before it with the same `plain_set`."""
+def words_of(pieces: Sequence[Piece]) -> list[int]:
+    """The same as a list of fixed length, to be gathered."""
+    found = list(kinds(pieces).values())
+    return found + [0] * (MOST_KINDS - len(found))
+
+
+def assigned(pieces: Sequence[Piece], before: Iterable[Sequence[int]]) -> list[Piece]:
+    """The pieces, knowing the words of the ranks before this one: what one of them writes, this one does not."""
+    taken: Counter[int] = Counter(word for words in before for word in words if word)
+    mine = kinds(pieces)
+    return [replace(piece, replica=piece.replica + taken[mine.get(piece.kind, 0)]) for piece in pieces]
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """What this rank holds, as far as a rank can tell by itself."""
     found = []
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=False).items:
         data, tensor = item.tensor_data, tensors[item.index.fqn]
@@ -68,9 +96,12 @@ def pieces(tensors: Mapping[str, Tensor], plain_replica: int) -> list[Piece]:
             raise TypeError(
                 f"tensor {item.index.fqn} must have one of {', '.join(map(str, DTYPES))}, not {tensor.dtype}"
             )
-        replica = _replica(item.index.fqn, tensor) if isinstance(tensor, DTensor) else plain_replica
+        kind, replica = "plain", 0
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            kind, replica = f"{mesh.mesh_dim_names} {tuple(mesh.shape)}", _replica(item.index.fqn, tensor)
         box = tuple(data.chunk.offsets), size
-        found.append(Piece(item.index.fqn, DTYPES[tensor.dtype], tuple(data.size), box, replica))
+        found.append(Piece(item.index.fqn, DTYPES[tensor.dtype], tuple(data.size), box, kind, replica))
     return found
 
 
