@@ -79,7 +79,7 @@ class S3Lab:
         if self.server is not None:
             self.server.terminate()
             try:
-                self.server.wait(20)
+                self.server.wait(3)
             except subprocess.TimeoutExpired:
                 self.kill()
             self.server = None
