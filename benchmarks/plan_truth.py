@@ -58,7 +58,7 @@ class Bars:
 
 
 FULL = Bars(error=0.15, order=0.9, steps=5, most=9)
-SAMPLE = Bars(error=0.35, order=0.8, steps=3, most=4)
+SAMPLE = Bars(error=0.4, order=0.5, steps=3, most=4)
 
 
 @dataclass
