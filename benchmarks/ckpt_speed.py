@@ -202,8 +202,14 @@ def _round(
 
     plain: dict[str, Tensor] = dict(tensors)
     timed("dcp.save", lambda: dcp.save(plain, checkpoint_id=work / "dcp", no_dist=False))
-    future = timed("dcp.async_save, stall", lambda: dcp.async_save(plain, checkpoint_id=work / "dcp-async"))
+    # In a group of its own: its thread's collectives would meet those of the training in any order, and hang.
+    apart = dist.new_group()
+    future = timed(
+        "dcp.async_save, stall",
+        lambda: dcp.async_save(plain, checkpoint_id=work / "dcp-async", process_group=apart),
+    )
     future.result()
+    dist.destroy_process_group(apart)
     local = {name: tensor.to_local() for name, tensor in tensors.items()}
     timed("torch.save", lambda: torch.save(local, work / f"torch-{dist.get_rank()}.pt"))
     dist.barrier()
