@@ -24,6 +24,10 @@ app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_he
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of token shards.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+EndOfText = Annotated[str | None, typer.Option(metavar="TOKEN", help="Token that ends a document.")]
+ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")]
+TextField = Annotated[str, typer.Option(help="Field of a JSON line that holds the text.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines and files out, and count them.")]
 
 _SHOWN_TOKENS = 400
 
@@ -38,12 +42,10 @@ def build_(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, or the path of a Hugging Face tokenizer.json.")] = "bytes",
-    end_of_text: Annotated[str | None, typer.Option(metavar="TOKEN", help="Token that ends a document.")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")] = SHARD_TOKENS,
-    field: Annotated[str, typer.Option(help="Field of a JSON line that holds the text.")] = "text",
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave bad lines and files out, and count them.")
-    ] = False,
+    end_of_text: EndOfText = None,
+    shard_tokens: ShardTokens = SHARD_TOKENS,
+    field: TextField = "text",
+    skip_bad: SkipBad = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a data set that is already there.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -65,8 +67,7 @@ def build_(
             force=force,
             on_note=_note,
         )
-    _warn_left_out(built)
-    typer.echo(json.dumps(_figures(output, built), indent=2) if as_json else _result_line(output, built))
+    _tell(output, built, as_json)
 
 
 @app.command()
@@ -76,12 +77,10 @@ def append(
     tokenizer: Annotated[
         str | None, typer.Option(help="The data set's tokenizer.json; none is needed for bytes.")
     ] = None,
-    end_of_text: Annotated[str | None, typer.Option(metavar="TOKEN", help="Token that ends a document.")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")] = SHARD_TOKENS,
-    field: Annotated[str, typer.Option(help="Field of a JSON line that holds the text.")] = "text",
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave bad lines and files out, and count them.")
-    ] = False,
+    end_of_text: EndOfText = None,
+    shard_tokens: ShardTokens = SHARD_TOKENS,
+    field: TextField = "text",
+    skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
     """Add text to a data set, under runs that read it too.
@@ -105,8 +104,7 @@ def append(
             append=True,
             on_note=_note,
         )
-    _warn_left_out(built)
-    typer.echo(json.dumps(_figures(output, built), indent=2) if as_json else _result_line(output, built))
+    _tell(output, built, as_json)
 
 
 app.command()(at)
@@ -155,6 +153,11 @@ def _progress(label: str) -> Iterator[OnProgress]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _tell(output: Path, built: Built, as_json: bool) -> None:
+    _warn_left_out(built)
+    typer.echo(json.dumps(_figures(output, built), indent=2) if as_json else _result_line(output, built))
 
 
 def _warn_left_out(built: Built) -> None:

@@ -86,8 +86,6 @@ class Keeper:
     def _save_last(self, state: TrainState) -> None:
         self.checkpoints.wait()
         self._tell()
-        if self.newest == state.step:
-            return
         try:
             self._ended(self.checkpoints.save(state.step, state.tensors(), state.scalars()))
         except SaveFailed as error:
@@ -103,7 +101,7 @@ class Keeper:
             self._warn(f"the checkpoint of step {outcome.step} did not come about: {outcome.failure}; {since}")
             return
         if outcome.trouble:
-            self._warn(f"step {outcome.step} is saved, but older checkpoints could not be deleted: {outcome.trouble}")
+            self._warn(f"step {outcome.step} is saved, but {outcome.trouble}")
         self.newest = outcome.step
         name = outcome.path.rpartition("/")[2]
         self.write(Saved(time=time.time(), step=outcome.step, path=name, seconds=outcome.seconds, stall=outcome.stall))

@@ -140,7 +140,7 @@ class Checkpoint(Description):
     """Newest checkpoints kept."""
     parity: int = Field(default=0, ge=0, le=4)
     """How many of every `group` ranks' files may be lost or rotten and are still read; each costs a file's room."""
-    group: Count = 8
+    group: int = Field(default=8, ge=1, le=128)
     """Files that are protected together."""
 
 

@@ -80,7 +80,10 @@ class Checkpoints:
         return None if newest < 0 else newest
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
-        """Take the memory that saves are copied into, so that the first is as quick as the others; bytes of a save."""
+        """Take the memory that saves are copied into, so that the first is as quick as the others; bytes of a save.
+
+        Load first: copies that a process before this one left in memory are given up for it.
+        """
         plan = PackPlan.of(self._pieces(tensors))
         self._saver.slots.make(plan.bytes)
         return plan.bytes

@@ -19,6 +19,7 @@ from danlu.storage.parity import encode, repair
 from danlu.storage.store import Buffer, Store
 
 Copies = Callable[[str], Iterable[Store]]
+MOST_MEMBERS = 128
 _PIECE = 16 << 20
 _MARK = ".parity.json"
 
@@ -38,7 +39,7 @@ class Group(Description):
     step: Whole
     attempt: Attempt
     group: Whole
-    members: Annotated[Many[Member], Field(min_length=1, max_length=200)]
+    members: Annotated[Many[Member], Field(min_length=1, max_length=MOST_MEMBERS)]
     parity: Annotated[int, Field(ge=1, le=50)]
     """Blocks of parity: as many packs may be lost."""
 
@@ -48,35 +49,45 @@ class Group(Description):
         return max(member.bytes for member in self.members)
 
 
-def group_of(writer: int, writers: int, size: int) -> int:
-    """The group of a writer's pack: writers that follow each other, and may share a host, are in different ones."""
-    return writer % group_count(writers, size)
+def writers_of(group: int, writers: int, size: int) -> range:
+    """The writers of a group's packs: those that follow each other, and may share a host, are in different ones."""
+    return range(group, writers, _groups(writers, size))
 
 
-def group_count(writers: int, size: int) -> int:
+def group_kept_by(writer: int, writers: int, size: int) -> int | None:
+    """The group whose parity this writer makes, if any: the one before its own, where there is another."""
+    groups = _groups(writers, size)
+    return (writer - 1) % groups if writer < groups else None
+
+
+def _groups(writers: int, size: int) -> int:
     """Groups of at most `size` packs."""
     return -(-writers // size)
 
 
-def keeper_of(group: int, writers: int, size: int) -> int:
-    """The writer that makes a group's parity: of the next group, where there is another."""
-    return (group + 1) % group_count(writers, size)
+def write_parity(store: Store, folder: str, group: Group) -> None:
+    """Make the parity of a group whose packs are written; in the memory of one piece of each.
 
-
-def write_parity(store: Store, copies: Copies, folder: str, group: Group) -> None:
-    """Make the parity of a group whose packs are written; in the memory of one piece of each."""
+    From the store and no nearer copy: a buffer in memory may be filled again meanwhile, and parity that mixes two
+    saves mends nothing.
+    """
 
     def block(number: int) -> Iterator[Buffer]:
         for at in range(0, group.length, _PIECE):
             length = min(_PIECE, group.length - at)
             pieces = [
-                _padded(store, copies, f"{folder}/{member.pack}", member.bytes, at, length) for member in group.members
+                _padded(store, _nowhere, f"{folder}/{member.pack}", member.bytes, at, length)
+                for member in group.members
             ]
             yield encode(pieces, group.parity)[number]
 
     for number in range(group.parity):
         store.write(f"{folder}/{_block(group, number)}", block(number))
     store.write(f"{folder}/{group.attempt}-g{group.group:06d}{_MARK}", [text_of(group)])
+
+
+def _nowhere(path: str) -> Iterable[Store]:
+    return ()
 
 
 def mended(store: Store, copies: Copies, path: str, at: int, length: int) -> Iterator[bytearray]:

@@ -1,7 +1,8 @@
 """Which part of which tensor this rank holds, and which of its parts it is the one to write.
 
 PyTorch's checkpoint planner says where a rank's part lies in the whole tensor. What several ranks hold alike is written
-by one of them, chosen without asking: along replicated axes of its mesh by its name, so that replicas share the work.
+by one of them. Along replicated axes of its mesh that is chosen by its name, so that replicas share the work; among
+ranks whose meshes do not know of each other, the first (`assigned`).
 """
 
 from collections import Counter

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from danlu.storage.checkpoint.commit import await_leaf, commit, folder_of, pack_name
+from danlu.storage.checkpoint.commit import SaveFailed, await_leaf, commit, folder_of, pack_name
 from danlu.storage.checkpoint.drain import parts, weigh
 from danlu.storage.checkpoint.manifest import Chunk, Leaf, open_manifest
-from danlu.storage.checkpoint.parity_packs import Group, Member, group_count, group_of, keeper_of, write_parity
+from danlu.storage.checkpoint.parity_packs import Group, Member, group_kept_by, write_parity, writers_of
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.checkpoint.slots import Slot, Slots
 from danlu.storage.checkpoint.staging import PackPlan, stage
@@ -39,7 +39,7 @@ class Outcome:
     failure: str = ""
     """Why it did not come about; empty if it did."""
     trouble: str = ""
-    """What went wrong once it counted: older ones that could not be deleted."""
+    """What went wrong once it counted, in words that follow "but"."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,9 @@ class Saver:
             save.slot.withdraw()
             save.chunks = stage(save.plan, tensors, save.slot.view)
             save.slot.publish(self._staging / folder_of(save.step) / pack_name(save.attempt, save.rank))
+        except OSError as error:  # this host's memory is a store too: it costs a checkpoint, not the run
+            self._ended(save, f"{type(error).__name__}: {error}")
+            return
         except BaseException as error:
             self._ended(save, f"{type(error).__name__}: {error}")
             raise
@@ -190,14 +193,22 @@ class Saver:
             tensors=weighed.tensors,
         )
         text = commit(self.store, leaf, save.world, save.root, self.patience, self._stopped(save))
+        return self._afterwards(save, text)
+
+    def _afterwards(self, save: Save, manifest: bytes | None) -> str:
+        """What is due once a checkpoint counts; what of it went wrong: the checkpoint is there all the same."""
+        troubles = []
         try:
-            if text is not None:
-                self.shelf.added(open_manifest(text, pack))
+            if manifest is not None:
+                self.shelf.added(open_manifest(manifest, folder_of(save.step)))
+        except OSError as error:
+            troubles.append(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
+        try:
             if self.protection.parity:
                 self._protect(save)
-        except OSError as error:  # the checkpoint is there all the same
-            return f"{type(error).__name__}: {error}"
-        return ""
+        except (OSError, EOFError, SaveFailed) as error:
+            troubles.append(f"has no parity for a group of its files: {type(error).__name__}: {error}")
+        return "; ".join(troubles)
 
     def _make_room(self, save: Save) -> None:
         """See that the step is free. Here and not before the copy: a store that is slow or gone must not be felt."""
@@ -208,25 +219,19 @@ class Saver:
 
     def _protect(self, save: Save) -> None:
         """Write the parity of the group that is this rank's to keep, if one is."""
-        world, size = save.world, self.protection.group
-        for group in range(group_count(world, size)):
-            if keeper_of(group, world, size) != save.rank:
-                continue
-            writers = [writer for writer in range(world) if group_of(writer, world, size) == group]
-            leaves = [
-                await_leaf(self.store, save.step, save.attempt, writer, self.patience, self._stopped(save))
-                for writer in writers
-            ]
-            members = tuple(Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in leaves if leaf.bytes)
-            if members:
-                made = Group(
-                    step=save.step,
-                    attempt=save.attempt,
-                    group=group,
-                    members=members,
-                    parity=self.protection.parity,
-                )
-                write_parity(self.store, self.copies, folder_of(save.step), made)
+        group = group_kept_by(save.rank, save.world, self.protection.group)
+        if group is None:
+            return
+        leaves = [
+            await_leaf(self.store, save.step, save.attempt, writer, self.patience, self._stopped(save))
+            for writer in writers_of(group, save.world, self.protection.group)
+        ]
+        members = tuple(Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in leaves if leaf.bytes)
+        if members:
+            made = Group(
+                step=save.step, attempt=save.attempt, group=group, members=members, parity=self.protection.parity
+            )
+            write_parity(self.store, folder_of(save.step), made)
 
     def _stopped(self, save: Save) -> Callable[[], bool]:
         return lambda: save.attempt in self._given_up

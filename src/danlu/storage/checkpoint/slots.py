@@ -1,7 +1,9 @@
 """Buffers in this host's shared memory: filled by a save, drained in the background, readable by every process here."""
 
+import fcntl
 import mmap
 import os
+import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +23,19 @@ class Slot:
         self.size = -(-max(size, 1) // _PAGE) * _PAGE
         self.published: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)  # a new file: the one of a dead process may be published, and must not change
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # A new file: that of a dead process may be published and must not change. It is named once it is locked.
+        unnamed = path.with_suffix(".new")
+        unnamed.unlink(missing_ok=True)
+        self._descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, self.size)  # here, not at a page fault, a full memory shows itself
-            self._map = mmap.mmap(descriptor, self.size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        finally:
-            os.close(descriptor)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(path)
+            os.posix_fallocate(self._descriptor, 0, self.size)  # here, not at a page fault, a full memory shows itself
+            self._map = mmap.mmap(self._descriptor, self.size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except BaseException:
+            os.close(self._descriptor)
+            path.unlink(missing_ok=True)
+            raise
         self.view = memoryview(self._map)
 
     def publish(self, path: Path) -> None:
@@ -41,6 +49,8 @@ class Slot:
         """Take the name back, before the buffer is filled again."""
         if self.published is not None:
             self.published.unlink(missing_ok=True)
+            with suppress(OSError):  # other ranks of this host may have theirs in it
+                self.published.parent.rmdir()
             self.published = None
 
     def close(self) -> None:
@@ -49,6 +59,7 @@ class Slot:
         with suppress(BufferError):  # an upload that failed may hold a part of it; the memory goes when that does
             self.view.release()
             self._map.close()
+        os.close(self._descriptor)
         self.path.unlink(missing_ok=True)
 
 
@@ -57,6 +68,7 @@ class Slots:
 
     def __init__(self, folder: Path, rank: int, count: int) -> None:
         self.count = count
+        self._folder = folder
         self._paths = [folder / f"{rank:06d}-{number}" for number in range(count)]
         self._all: list[Slot] = []
         self._free: list[Slot] = []
@@ -69,7 +81,11 @@ class Slots:
             return len(self._all) == self.count and not self._free
 
     def make(self, size: int) -> None:
-        """Make all of them now."""
+        """Make all of them now; what processes that died have left on this host goes first, for its memory."""
+        for left in self._folder.glob("step-*"):
+            shutil.rmtree(left, ignore_errors=True)  # every rank of the host does so, some a moment later
+        for left in self._folder.glob("[0-9]*-[0-9]"):
+            _remove_if_dead(left)
         with self._lock:
             while len(self._all) < self.count:
                 self._free.append(self._new(size))
@@ -102,3 +118,18 @@ class Slots:
         slot = Slot(next(path for path in self._paths if path not in taken), size)
         self._all.append(slot)
         return slot
+
+
+def _remove_if_dead(slot: Path) -> None:
+    """Remove the buffer of a process that is gone, whatever its rank was: its lock went with it."""
+    try:
+        descriptor = os.open(slot, os.O_RDWR)
+    except FileNotFoundError:
+        return  # another rank of this host was quicker
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        slot.unlink(missing_ok=True)
+    except BlockingIOError:
+        return  # it is in use
+    finally:
+        os.close(descriptor)
