@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.storage.checkpoint import fingerprint as weighing
 from danlu.storage.checkpoint.boxes import around, cut, overlap, volume
 from danlu.storage.checkpoint.commit import SaveFailed, commit, folder_of, leaf_name, levels, pack_name
-from danlu.storage.checkpoint.drain import all_finite
-from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
+from danlu.storage.checkpoint.fingerprint import all_finite, as_bits, fingerprint
 from danlu.storage.checkpoint.manifest import (
     MANIFEST,
     Chunk,
     Damaged,
+    Dtype,
     Held,
     Leaf,
     Manifest,
@@ -74,6 +75,26 @@ def test_fingerprints_of_long_rows_and_far_offsets() -> None:
     bits = np.arange(200_000, dtype=np.uint32)
     halves = fingerprint(bits[:70_001], (5,)) + fingerprint(bits[70_001:], (70_006,))
     assert halves % 2**64 == fingerprint(bits, (5,))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("shape", [(70_001,), (300, 257), (3, 1, 66_000), (5, 1), ()])
+def test_numpy_and_c_agree(dtype: type, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, shape, dtype=dtype, endpoint=True)
+    bits = np.asarray(bits, dtype=dtype)
+    offset = (65_530,) * len(shape)
+    names: list[Dtype] = ["F8_E4M3", "BF16", "F32", "F64"]
+    name = names[int(np.log2(bits.itemsize))]
+    tame = np.asarray(bits & dtype(1))
+
+    def told() -> tuple[int, bool, bool]:
+        return fingerprint(bits, offset), all_finite(bits, name), all_finite(tame, name)
+
+    assert isinstance(weighing._weighing(), weighing.Native)
+    in_c = told()
+    monkeypatch.setattr(weighing, "_weighing", weighing.Portable)
+    assert told() == in_c
+    assert in_c[2]
 
 
 def test_overlap_and_around() -> None:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from danlu.storage.checkpoint.boxes import Box, cut, laid_out, volume
 from danlu.storage.checkpoint.commit import SaveFailed, commit, folder_of, pack_name
-from danlu.storage.checkpoint.drain import all_finite
-from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
+from danlu.storage.checkpoint.fingerprint import all_finite, as_bits, fingerprint
 from danlu.storage.checkpoint.manifest import ITEMSIZE, MANIFEST, Chunk, Dtype, Held, Leaf, Manifest, open_manifest
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store

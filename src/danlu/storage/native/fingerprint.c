@@ -1,0 +1,37 @@
+/* What a checkpoint says of numbers beside their crc: weighted sums of rows, and whether a number is not finite.
+ *
+ * One function for each width of an element. Both loops are simple so that the compiler turns them into vectors; sums
+ * of unsigned numbers wrap around at 2^64, and so do not depend on the order in which that adds them. */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define STRETCH 4096 /* elements looked at before deciding whether to look further */
+
+/* sums[row] += scale * (rows[row][0] * weights[0] + rows[row][1] * weights[1] + …); rows lie `stride` elements apart.
+ * Whether any element has all bits of `mask` set: in a float, those of the exponent of what is not finite. */
+#define FOR_WIDTH(bits)                                                                                            \
+    void danlu_add_row_sums_##bits(const uint##bits##_t *rows, size_t stride, size_t count, size_t width,          \
+                                   const uint64_t *weights, uint64_t scale, uint64_t *sums) {                      \
+        for (size_t row = 0; row < count; row++, rows += stride) {                                                 \
+            uint64_t sum = 0;                                                                                      \
+            for (size_t column = 0; column < width; column++) sum += rows[column] * weights[column];               \
+            sums[row] += scale * sum;                                                                              \
+        }                                                                                                          \
+    }                                                                                                              \
+    int danlu_any_with_##bits(const uint##bits##_t *elements, size_t count, uint64_t mask) {                       \
+        const uint##bits##_t all = (uint##bits##_t)mask;                                                           \
+        while (count) {                                                                                            \
+            const size_t now = count < STRETCH ? count : STRETCH;                                                  \
+            uint##bits##_t found = 0;                                                                              \
+            for (size_t at = 0; at < now; at++) found |= (elements[at] & all) == all;                              \
+            if (found) return 1;                                                                                   \
+            elements += now, count -= now;                                                                         \
+        }                                                                                                          \
+        return 0;                                                                                                  \
+    }
+
+FOR_WIDTH(8)
+FOR_WIDTH(16)
+FOR_WIDTH(32)
+FOR_WIDTH(64)
