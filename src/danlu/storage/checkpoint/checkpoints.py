@@ -22,7 +22,7 @@ from danlu.storage.checkpoint.manifest import Damaged
 from danlu.storage.checkpoint.pieces import Piece, assigned, pieces_of, words_of
 from danlu.storage.checkpoint.ranks import Ranks
 from danlu.storage.checkpoint.reader import Reader
-from danlu.storage.checkpoint.restore import fill, sums_of
+from danlu.storage.checkpoint.restore import fill
 from danlu.storage.checkpoint.saver import SLOTS, Outcome, Protection, Save, Saver
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.checkpoint.staging import PackPlan
@@ -164,13 +164,13 @@ class Checkpoints:
         failure = ""
         try:
             reader = Reader(self.store, step, self._saver.copies)
-            fill(reader, tensors, mine, on_bytes)
+            sums = fill(reader, tensors, mine, on_bytes)
             self.mended += reader.mended
         except (Damaged, OSError, EOFError) as error:  # the others wait: they must hear of it
             failure = str(error)
         if self.ranks.any(bool(failure)):
             raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
-        return dict(reader.manifest.scalars), self._prove(reader, tensors, mine)
+        return dict(reader.manifest.scalars), self._prove(reader, tensors, sums)
 
     def read(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill whole tensors in place, in a process that is no rank; only what is asked for is read."""
@@ -201,9 +201,9 @@ class Checkpoints:
         mine = pieces_of(tensors)
         return assigned(mine, self.ranks.gather(words_of(mine))[: self.ranks.rank])
 
-    def _prove(self, reader: Reader, tensors: Mapping[str, Tensor], mine: Sequence[Piece]) -> Proof:
+    def _prove(self, reader: Reader, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> Proof:
         """Add up the fingerprints of all ranks and hold them against the manifest's."""
-        saved, sums = reader.manifest.tensors, sums_of(tensors, mine)
+        saved = reader.manifest.tensors
         held = self.ranks.any_of([name in tensors for name in saved])
         found = self.ranks.sums([sums.get(name, 0) for name in saved])
         triples = zip(saved.items(), found, held, strict=True)

@@ -1,7 +1,8 @@
 """Fill tensors of any layout from a checkpoint of any other, and prove that they hold what was saved."""
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,26 +33,58 @@ class WrongTensors(ValueError):  # noqa: N818 - it is what was asked for
 
 def fill(
     reader: Reader, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], on_bytes: Callable[[int], None]
-) -> None:
-    """Fill what this rank holds of `tensors`, in place; every chunk is checked before this returns."""
+) -> dict[str, int]:
+    """Fill what this rank holds of `tensors`, in place; every chunk is checked before this returns.
+
+    Returns the fingerprints of what the tensors then hold, as far as they are this rank's to write.
+    """
     _check(reader.manifest, tensors)
     wanted: dict[str, list[Box]] = {}
     for piece in pieces:
         wanted.setdefault(piece.name, []).append(piece.box)
     chunks = reader.find(wanted)
-    reader.fetch(chunks, _Filling(tensors, _read_items(reader.manifest, tensors, chunks)).take, on_bytes)
+    filling = _Filling(tensors, pieces, chunks, _read_items(reader.manifest, tensors, chunks))
+    reader.fetch(chunks, filling.take, on_bytes)
+    return filling.sums
 
 
-@dataclass
 class _Filling:
-    """Where every chunk goes: a chunk may serve several boxes, and a box needs several chunks."""
+    """Where every chunk goes: a chunk may serve several boxes, and a box needs several chunks.
 
-    tensors: Mapping[str, Tensor]
-    items: Mapping[tuple[str, tuple[int, ...]], Sequence[ReadItem]]
+    A tensor's fingerprint is taken when its last chunk is in place, while others are still being read.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        pieces: Sequence[Piece],
+        chunks: Sequence[Stored],
+        items: Mapping[tuple[str, tuple[int, ...]], Sequence[ReadItem]],
+    ) -> None:
+        self.sums: dict[str, int] = {}
+        self._tensors = tensors
+        self._items = items
+        self._mine: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            if piece.replica == 0:
+                self._mine.setdefault(piece.name, []).append(piece)
+        self._to_come = Counter(stored.name for stored in chunks)
+        self._lock = threading.Lock()
 
     def take(self, stored: Stored, content: memoryview) -> int:
-        items = self.items.get((stored.name, stored.chunk.offset), ())
-        local = _local(self.tensors[stored.name])
+        """Put a chunk in its place; called again with other bytes if these are damaged."""
+        crc = self._put(stored, content)
+        if crc == stored.chunk.crc32c:
+            with self._lock:
+                self._to_come[stored.name] -= 1
+                complete = not self._to_come[stored.name]
+            if complete and stored.name in self._mine:
+                self.sums[stored.name] = _sum_of(self._tensors[stored.name], self._mine[stored.name])
+        return crc
+
+    def _put(self, stored: Stored, content: memoryview) -> int:
+        items = self._items.get((stored.name, stored.chunk.offset), ())
+        local = _local(self._tensors[stored.name])
         if len(items) == 1 and (whole := _whole_target(items[0], stored, local)) is not None:
             return copy_and_hash(content, whole.numpy().data)
         crc = crc32c(content)
@@ -64,15 +97,10 @@ class _Filling:
         return crc
 
 
-def sums_of(tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> dict[str, int]:
-    """Fingerprints of what this rank would write of every tensor."""
-    sums: dict[str, int] = {}
-    for piece in pieces:
-        if piece.replica == 0:
-            raw = local_bytes(tensors[piece.name]).cpu().numpy().data
-            bits = as_bits(raw, ITEMSIZE[piece.dtype], piece.box[1])
-            sums[piece.name] = (sums.get(piece.name, 0) + fingerprint(bits, piece.box[0])) % _WORD
-    return sums
+def _sum_of(tensor: Tensor, pieces: Sequence[Piece]) -> int:
+    """Fingerprint of the pieces of a tensor."""
+    raw = local_bytes(tensor).cpu().numpy().data
+    return sum(fingerprint(as_bits(raw, ITEMSIZE[each.dtype], each.box[1]), each.box[0]) for each in pieces) % _WORD
 
 
 def _check(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
