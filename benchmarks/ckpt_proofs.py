@@ -2,12 +2,14 @@
 
 python benchmarks/ckpt_crashes.py --json crashes.json
 python benchmarks/ckpt_damage.py --json damage.json
-python benchmarks/ckpt_fuzz.py --json fuzz.json
-python benchmarks/ckpt_proofs.py crashes.json damage.json fuzz.json
+python benchmarks/ckpt_fuzz.py --engine random --json fuzz-random.json
+python benchmarks/ckpt_fuzz.py --engine atheris --json fuzz-atheris.json
+python benchmarks/ckpt_proofs.py crashes.json damage.json fuzz-random.json fuzz-atheris.json
 """
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +49,19 @@ a save. Never were there more than {most_files} files below the folder: what kil
 ## Damage
 
 {found:,} of {changes:,} changes were found by a full verification: bits flipped, bytes lost or added, blocks zeroed,
-chunks swapped, files swapped, truncated, removed, or taken from another checkpoint or another attempt. The other
-{padding:,} changed bytes between chunks that belong to no tensor, and everything loaded was bit for bit right. Of
-{layouts:,} loads of a random part of the tensors, {refused:,} touched the damage and were refused, {right:,} did not
+chunks swapped, files swapped, truncated, removed, or taken from another checkpoint or another attempt; in packs,
+texts, second copies and parity alike. Of {layouts:,} loads of a random part of the tensors, {refused:,} touched the
+damage and were refused, {right:,} did not
 and were right, none was silently wrong.
+
+{protected:,} of the changes were made to checkpoints with parity (two blocks for every eight packs). `danlu ckpt mend`
+brought {repaired:,} of them back so that every file was byte for byte what it had been. The others{beyond}.
 
 ## Texts from strangers
 
-{engine_line} Of {inputs:,} inputs {fuzz_refused:,} were refused as damaged and {accepted:,} made a checkpoint that is
-whole (a change of a text that is for people, for instance). Nothing else was raised ({other} other errors), no path
+Valid manifests, nodes and leaves were changed with knowledge of the format, and the hashes above them made right
+again: {engines}. Of {inputs:,} inputs {fuzz_refused:,} were refused as damaged and {accepted:,} made a checkpoint that
+is whole (a change of a text that is for people, for instance). Nothing else was raised ({other} other errors), no path
 outside the folder was opened, the slowest input took {slowest:.2f} s of processor time, and the process was held to
 512 MiB.
 
@@ -76,22 +82,23 @@ a stranger who can make a manifest that is consistent in itself, because hashes 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    for name in ("crashes", "damage", "fuzz"):
-        options.add_argument(name, type=Path)
+    options.add_argument("crashes", type=Path)
+    options.add_argument("damage", type=Path)
+    options.add_argument("fuzz", type=Path, nargs="+", help="one report of each engine")
     asked = options.parse_args()
-    reports = {name: json.loads(getattr(asked, name).read_text("utf-8")) for name in ("crashes", "damage", "fuzz")}
+    crashes, damage, *fuzz = (json.loads(p.read_text("utf-8")) for p in (asked.crashes, asked.damage, *asked.fuzz))
+    reports = {"crashes": crashes, "damage": damage, "fuzz": fuzz}
     (DOCS / "checkpoint-proofs.json").write_text(json.dumps(reports, indent=1) + "\n", "utf-8")
     (DOCS / "checkpoint-proofs.md").write_text(PAGE.format(**_figures(**reports)), "utf-8")
 
 
-def _figures(crashes: dict[str, Any], damage: dict[str, Any], fuzz: dict[str, Any]) -> dict[str, Any]:
-    states, kills, told = crashes["states"], crashes["kills"], damage["by writers"].values()
-    total = {key: sum(each[key] for each in told) for key in ("changes", "found", "padding", "layouts")}
+def _figures(crashes: dict[str, Any], damage: dict[str, Any], fuzz: list[dict[str, Any]]) -> dict[str, Any]:
+    states, kills, told = crashes["states"], crashes["kills"], damage["by writers"]
+    total = {key: sum(each[key] for each in told.values()) for key in ("changes", "found", "layouts", "repaired")}
+    beyond = sum((Counter(each["beyond"]) for each in told.values()), Counter[str]())
     lines = {
-        "atheris": "Valid manifests, nodes and leaves were changed with knowledge of the format, guided by which lines "
-        "of the reader an input reached (atheris), and the hashes above them made right again.",
-        "random": "Valid manifests, nodes and leaves were changed at random with knowledge of the format, and the "
-        "hashes above them made right again.",
+        "atheris": "{inputs:,} inputs guided by which lines of the reader they reached (atheris)",
+        "random": "{inputs:,} inputs drawn by lot",
     }
     return total | {
         "states": states["states"],
@@ -105,16 +112,18 @@ def _figures(crashes: dict[str, Any], damage: dict[str, Any], fuzz: dict[str, An
         "saves": kills["saves"],
         "cut_short": kills["cut_short"],
         "most_files": kills["most_files"],
-        "silent": sum(len(each["silent"]) for each in told),
-        "refused": sum(each["layouts_refused"] for each in told),
-        "right": sum(each["layouts_right"] for each in told),
-        "inputs": fuzz["inputs"],
-        "accepted": fuzz["accepted"],
-        "fuzz_refused": fuzz["refused"],
-        "outside": fuzz["outside"],
-        "other": len(fuzz["other"]),
-        "slowest": fuzz["slowest"],
-        "engine_line": lines[fuzz["engine"]],
+        "silent": sum(len(each["silent"]) for each in told.values()),
+        "refused": sum(each["layouts_refused"] for each in told.values()),
+        "right": sum(each["layouts_right"] for each in told.values()),
+        "protected": sum(each["changes"] for name, each in told.items() if not name.endswith("parity 0")),
+        "beyond": "".join(f", {count} × {kind}" for kind, count in sorted(beyond.items())) or ": none",
+        "inputs": sum(each["inputs"] for each in fuzz),
+        "accepted": sum(each["accepted"] for each in fuzz),
+        "fuzz_refused": sum(each["refused"] for each in fuzz),
+        "outside": sum(each["outside"] for each in fuzz),
+        "other": sum(len(each["other"]) for each in fuzz),
+        "slowest": max(each["slowest"] for each in fuzz),
+        "engines": ", ".join(lines[each["engine"]].format(**each) for each in fuzz),
     }
 
 

@@ -97,6 +97,8 @@ def _train(
     if not keeper.resume(state) and recipe.weights:
         load_weights(state.parts, recipe.model, Path(recipe.weights))
     keeper.rehearse(state, first_on_host=first_on_host, between_failures=_between_failures(mesh, cluster))
+    if saves.scrub:
+        checkpoints.scrub(3600 * saves.scrub)
     supply = Supply(run, recipe, mesh, state.cursor)
     peak, source = _peak(recipe, mesh, cluster)
     size, work = weigh(recipe)
@@ -123,7 +125,7 @@ def _train(
             recipe, state, forward_backward, supply.feed, mesh, chip.runtime.memory_peak, write, save, stop,
             keeper.settle,
         )  # fmt: skip
-        checkpoints.close()
+        keeper.close()
         outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
         write(Ended(time=time.time(), step=state.step, outcome=outcome))
 

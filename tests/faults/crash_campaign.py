@@ -93,7 +93,7 @@ def _go_on(scenario: Scenario, folder: Path) -> None:
         shelf.make_way(step)
         if not number:
             shelf.clear(step, attempt)
-        shelf.added(write_all(store, step, attempt, saved[step, attempt], 2))
+        shelf.retire(write_all(store, step, attempt, saved[step, attempt], 2).step)
         check(store, lambda step, attempt: saved[step, attempt], [step])
     left = [name.name for name in folder.rglob("*") if name.is_file()]
     aside = len(shelf.quarantined())

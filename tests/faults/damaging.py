@@ -3,13 +3,13 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from made_checkpoints import Content, attempt_of, content, into, read_all, same_bits, write_all
 
 from danlu.storage.checkpoint.boxes import Box
 from danlu.storage.checkpoint.commit import folder_of
+from danlu.storage.checkpoint.inventory import verify
 from danlu.storage.checkpoint.manifest import MANIFEST, Damaged
 from danlu.storage.checkpoint.reader import Reader, Stored
 from danlu.storage.memory_store import MemoryStore
@@ -21,8 +21,7 @@ KINDS = (
     "file of another checkpoint", "file of another attempt", "file swapped with another", "file removed",
 )  # fmt: skip
 Repair = Callable[[Store, int], None]
-"""Given a store and a step whose files are damaged, put them right; `Damaged` if that is too much."""
-Finding = Literal["found", "harmless", "silent"]
+"""Given a store and a step whose files are damaged, put them right, as far as it can."""
 
 
 @dataclass
@@ -31,14 +30,15 @@ class Damages:
 
     changes: int = 0
     found: int = 0
-    padding: int = 0
-    """Changed bytes of a pack that belong to no tensor: everything that can be loaded is bit for bit right."""
     layouts: int = 0
     """Loads of a part of the tensors, drawn by lot."""
     layouts_refused: int = 0
     layouts_right: int = 0
     """Loads that touch nothing damaged and are bit for bit right."""
     repaired: int = 0
+    """Afterwards every file of the checkpoint is, byte for byte, what it was."""
+    beyond: dict[str, int] = field(default_factory=dict)
+    """Damage that reaches further than parity does, by kind."""
     kinds: dict[str, int] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
 
@@ -53,14 +53,14 @@ class Shelves:
     chunks: Sequence[Stored]
 
     @classmethod
-    def made(cls, writers: int) -> "Shelves":
+    def made(cls, writers: int, parity: int = 0) -> "Shelves":
         """Checkpoints of so many writers; from 65 on there are nodes between manifest and leaves."""
         store, again = MemoryStore("damage"), MemoryStore("again")
         shape = {"rows": max(24, 2 * writers), "columns": 40}
         tensors = content(STEP, attempt_of(1), **shape)
-        write_all(store, STEP, attempt_of(1), tensors, writers)
-        write_all(store, OTHER, attempt_of(2), content(OTHER, attempt_of(2), **shape), writers)
-        write_all(again, STEP, attempt_of(3), content(STEP, attempt_of(3), **shape), writers)
+        write_all(store, STEP, attempt_of(1), tensors, writers, parity)
+        write_all(store, OTHER, attempt_of(2), content(OTHER, attempt_of(2), **shape), writers, parity)
+        write_all(again, STEP, attempt_of(3), content(STEP, attempt_of(3), **shape), writers, parity)
         return cls(_files(store), tensors, _files(again), Reader(store, STEP).find())
 
 
@@ -81,24 +81,25 @@ def damage_many(
             continue  # swapped with something equal: nothing has changed
         told.changes += 1
         told.kinds[kind] = told.kinds.get(kind, 0) + 1
-        finding = _verified(store, shelves)
-        told.found += finding == "found"
-        told.padding += finding == "harmless"
-        if finding == "silent":
+        verdict = verify(store, STEP)
+        told.found += bool(verdict.faults or verdict.mendable)
+        if not (verdict.faults or verdict.mendable):
             told.silent.append(what)
+        if not verdict.faults and not _loads(store, shelves):
+            told.silent.append(f"{what}: said to be mendable, but does not load as it was")
         _load_a_part(store, shelves, draw, told, what)
-        if repair is not None and finding == "found":
-            _mended(store, shelves, repair, told, what)
+        if repair is not None:
+            _mended(store, shelves, repair, told, kind, what)
         on_change()
     return told
 
 
-def _verified(store: Store, shelves: Shelves) -> Finding:
+def _loads(store: Store, shelves: Shelves) -> bool:
+    """Whether all tensors are read, and are bit for bit what was saved."""
     try:
-        _, tensors = read_all(store, STEP)
+        return same_bits(read_all(store, STEP)[1], shelves.tensors)
     except (Damaged, FileNotFoundError):
-        return "found"
-    return "harmless" if same_bits(tensors, shelves.tensors) else "silent"
+        return False
 
 
 def _load_a_part(store: Store, shelves: Shelves, draw: random.Random, told: Damages, what: str) -> None:
@@ -120,14 +121,15 @@ def _load_a_part(store: Store, shelves: Shelves, draw: random.Random, told: Dama
     told.layouts_right += 1
 
 
-def _mended(store: MemoryStore, shelves: Shelves, repair: Repair, told: Damages, what: str) -> None:
-    try:
-        repair(store, STEP)
-    except Damaged:
-        return
-    if _verified(store, shelves) != "harmless":
+def _mended(store: MemoryStore, shelves: Shelves, repair: Repair, told: Damages, kind: str, what: str) -> None:
+    repair(store, STEP)
+    verdict = verify(store, STEP)
+    if verdict.faults or verdict.mendable:
+        told.beyond[kind] = told.beyond.get(kind, 0) + 1
+    elif _files(store) == shelves.files:
+        told.repaired += 1
+    else:
         told.silent.append(f"{what}: repaired into something else")
-    told.repaired += 1
 
 
 def _change(store: MemoryStore, shelves: Shelves, kind: str, draw: random.Random) -> str:

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from danlu.storage.checkpoint.boxes import Box, volume
-from danlu.storage.checkpoint.commit import commit, folder_of, pack_name
+from danlu.storage.checkpoint.commit import await_leaf, commit, folder_of, pack_name
 from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
-from danlu.storage.checkpoint.manifest import Chunk, Damaged, Held, Leaf, Manifest, open_manifest
+from danlu.storage.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Leaf, Manifest, open_manifest, twin_of
+from danlu.storage.checkpoint.parity_packs import Member, group_kept_by, write_parity, writers_of
 from danlu.storage.checkpoint.reader import Reader, Stored
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.hashing import crc32c
@@ -17,6 +18,8 @@ from danlu.storage.store import Store
 
 Content = Mapping[str, NDArray[np.float32]]
 KEEP = 2
+GROUP = 8
+"""Packs that share parity."""
 PADDING = 64
 """Bytes between two chunks begin at multiples of this."""
 
@@ -70,22 +73,39 @@ def leaf_of(step: int, attempt: str, tensors: Content, writer: int, writers: int
     return leaf, bytes(pack)
 
 
-def write(store: Store, step: int, attempt: str, tensors: Content, writer: int, writers: int) -> Manifest | None:
+def write(
+    store: Store, step: int, attempt: str, tensors: Content, writer: int, writers: int, *, twins: bool = False
+) -> Manifest | None:
     """One writer's part of a save, in the order of the real one; the manifest from the writer that commits."""
     leaf, pack = leaf_of(step, attempt, tensors, writer, writers)
     if pack:
         half = len(pack) // 2
         store.write(f"{folder_of(step)}/{leaf.pack}", [pack[:half], pack[half:]])
     root = {"scalars": {"step": step}, "layout": {"shard": writers}, "written": 0.0}
-    text = commit(store, leaf, writers, root, patience=60.0)
+    text = commit(store, leaf, writers, root, patience=60.0, twins=twins)
+    if text is not None and twins:
+        store.write(f"{folder_of(step)}/{twin_of(MANIFEST)}", [text])
     return None if text is None else open_manifest(text, "made")
 
 
-def write_all(store: Store, step: int, attempt: str, tensors: Content, writers: int) -> Manifest:
+def write_all(store: Store, step: int, attempt: str, tensors: Content, writers: int, parity: int = 0) -> Manifest:
     """A whole checkpoint, one writer after the other; those who wait for others come last."""
-    made = [write(store, step, attempt, tensors, writer, writers) for writer in reversed(range(writers))][-1]
+    order = reversed(range(writers))
+    made = [write(store, step, attempt, tensors, each, writers, twins=bool(parity)) for each in order][-1]
     assert made is not None
+    if parity:
+        protect(store, step, attempt, writers, parity)
     return made
+
+
+def protect(store: Store, step: int, attempt: str, writers: int, parity: int) -> None:
+    """Parity for all groups of a checkpoint, as its writers would make it."""
+    leaves = [await_leaf(store, step, attempt, writer, 0.0) for writer in range(writers)]
+    kept = {group_kept_by(writer, writers, GROUP) for writer in range(writers)} - {None}
+    for group in sorted(each for each in kept if each is not None):
+        mine = [leaves[writer] for writer in writers_of(group, writers, GROUP)]
+        members = [Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in mine if leaf.bytes]
+        write_parity(store, step, attempt, group, members, parity)
 
 
 def read_all(store: Store, step: int) -> tuple[Manifest, dict[str, NDArray[np.float32]]]:

@@ -85,7 +85,10 @@ class Run:
         listed = [step for step in shelf.steps() if step != manifest.step]
         for old in listed[: max(0, len(listed) + 1 - self.keep)]:
             self.scenario.history.mark("dropping", old)
-        shelf.added(manifest)
+        if manifest.finite:
+            shelf.retire(manifest.step)
+        else:
+            shelf.set_aside(manifest.step)
 
     def set_aside(self, step: int) -> None:
         """A checkpoint turns out not to be good."""

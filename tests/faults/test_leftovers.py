@@ -61,7 +61,7 @@ def test_folders_without_a_manifest_go_once_a_later_save_counts(store: Store) ->
     saved(store, 20)
     manifest = shelf.manifest(20)
     assert manifest is not None
-    shelf.added(manifest)
+    shelf.retire(manifest.step)
     assert shelf.folders() == [10, 20, 30] and shelf.steps() == [20]
 
 

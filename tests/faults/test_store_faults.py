@@ -150,6 +150,6 @@ def test_a_disk_that_fails_and_dawdles(folder: Path, failing: Callable[[Path, Pa
     assert any("Input/output error" in line for line in told), told
     assert any("[Errno 28]" in line for line in told), told
     assert 20 in saved(folder, "failing"), "the disk is well again, and so is the next save"
-    assert any("step 20 is saved, but older checkpoints could not be deleted" in line for line in told), told
+    assert any("older checkpoints could not be deleted" in line for line in told), told
     listed = holds(folder, "failing", kept)
     assert listed[-1] == STEPS and not {8, 12, 16} & set(listed)

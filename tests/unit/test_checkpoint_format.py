@@ -246,7 +246,10 @@ def test_old_ones_go_and_what_is_not_finite_stays_aside() -> None:
     store = open_store("memory://shelf")
     shelf = Shelf(store, keep=2)
     for step in (1, 2, 3):
-        shelf.added(written(store, 1, step))
+        written(store, 1, step)
+    shelf.retire(2)
+    assert shelf.steps() == [1, 2, 3], "the third is not yet known to be whole, so two older ones stay"
+    shelf.retire(3)
     assert shelf.steps() == [2, 3]
     shelf.set_aside(3)
     assert shelf.steps() == [2] and shelf.quarantined() == [3]

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from made_checkpoints import HALF, WEIGHT, flip, one_writer, two_writers
 from made_runs import make_run
 
 from danlu.cli import main
 from danlu.spec import RunFolder
+from danlu.storage.checkpoint.checkpoints import Checkpoints
 from danlu.storage.checkpoint.compare import numbers, read_bits
 from danlu.storage.checkpoint.copying import copy
 from danlu.storage.checkpoint.manifest import MANIFEST
 from danlu.storage.checkpoint.reader import Reader
+from danlu.storage.checkpoint.saver import Protection
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.local_store import LocalStore
 from danlu.storage.store import open_store
@@ -140,6 +143,28 @@ def test_verify_goes_on_after_a_missing_leaf_and_a_short_pack(tmp_path: Path, da
         "step-00000005/00c0ffee-000001.pack",
     ]
     assert {fault["tensor"] for fault in verdict["faults"]} == {"model.w"}
+
+
+def test_what_parity_reaches_is_mended(tmp_path: Path, danlu: Danlu) -> None:
+    store = open_store(str(tmp_path))
+    checkpoints = Checkpoints(store, 1, torch.device("cpu"), staging=tmp_path / "shm", protection=Protection(parity=1))
+    checkpoints.save(5, {"model.w": torch.arange(100.0)}, {})
+    checkpoints.close()
+    folder = tmp_path / "step-00000005"
+    (pack,), (leaf,) = folder.glob("*.pack"), folder.glob("*-000000.json")
+    assert danlu("ckpt", "mend", str(tmp_path))[:2] == (0, f"{tmp_path}@5: good, nothing had to be mended\n")
+    flip(pack, at=3)
+    leaf.unlink()
+    code, out, _ = danlu("ckpt", "verify", str(tmp_path))
+    assert code == 1 and "damaged in 2 places, but nothing is lost" in out and "danlu ckpt mend" in out
+    code, out, _ = danlu("ckpt", "mend", str(tmp_path))
+    assert code == 0 and "mended, 2 files written anew" in out
+    assert danlu("ckpt", "verify", str(tmp_path))[0] == 0
+    for name in folder.glob("*.parity*"):
+        name.unlink()
+    flip(pack, at=3)
+    code, out, _ = danlu("ckpt", "mend", str(tmp_path), "--json")
+    assert code == 1 and json.loads(out)["left"][0]["tensor"] == "model.w"
 
 
 def test_verify_of_a_damaged_manifest(run: RunFolder, danlu: Danlu) -> None:

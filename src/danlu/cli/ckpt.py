@@ -24,6 +24,7 @@ from danlu.cli.prepare import RUNS
 from danlu.report import wording
 from danlu.storage.checkpoint.copying import Copied, copy
 from danlu.storage.checkpoint.inventory import Entry, Verdict, tree_of, verify
+from danlu.storage.checkpoint.mending import Mending, mend
 from danlu.storage.checkpoint.shelf import Shelf
 
 app = typer.Typer(help="Checkpoints: of a run, in a folder, or in an object store.", no_args_is_help=True)
@@ -77,7 +78,7 @@ def verify_(
     else:
         for verdict in verdicts:
             _tell_verdict(place, verdict)
-    raise typer.Exit(1 if any(verdict.faults for verdict in verdicts) else 0)
+    raise typer.Exit(1 if any(verdict.faults or verdict.mendable for verdict in verdicts) else 0)
 
 
 def _verified(place: Place, entry: Entry) -> Verdict:
@@ -89,6 +90,13 @@ def _verified(place: Place, entry: Entry) -> Verdict:
 
 def _tell_verdict(place: Place, verdict: Verdict) -> None:
     name = f"{place.label}@{verdict.step}"
+    for line in verdict.mendable:
+        typer.echo(f"  damaged, but can be mended: {line}")
+    if verdict.mendable and not verdict.faults:
+        typer.echo(
+            f"{name}: damaged in {len(verdict.mendable):,} places, nothing is lost\n    → danlu ckpt mend {name}"
+        )
+        return
     if not verdict.faults:
         typer.echo(
             f"{name}: good: {verdict.tensors:,} tensors, {verdict.chunks:,} chunks, {wording.size(verdict.bytes)},"
@@ -104,12 +112,49 @@ def _tell_verdict(place: Place, verdict: Verdict) -> None:
 def _verdict_figures(verdict: Verdict) -> dict[str, object]:
     return {
         "step": verdict.step,
-        "good": not verdict.faults,
+        "good": not verdict.faults and not verdict.mendable,
         "tensors": verdict.tensors,
         "chunks": verdict.chunks,
         "bytes": verdict.bytes,
         "faults": [vars(fault) for fault in verdict.faults],
+        "mendable": verdict.mendable,
     }
+
+
+@app.command("mend")
+def mend_(where: Where, folder: Runs = RUNS, settings: Settings = None, as_json: Json = False) -> None:
+    """Write damaged files anew from second copies and parity; exit code 1 if something stays damaged.
+
+    Needs checkpoints that were saved with `checkpoint.parity`. Nothing is guessed: what is written has the hashes that
+    were taken while training.
+    """
+    with told_plainly():
+        place = find_place(where, folder, settings)
+        entry = place.entry()
+        if entry.manifest is None:
+            fail(f"{place.label}@{entry.step} is {entry.state}: there is no manifest to hold it against")
+        with growing_bar(f"step {entry.step}", entry.manifest.bytes) as on_bytes:
+            mending = mend(place.store, entry.step, on_bytes)
+    if as_json:
+        typer.echo(
+            json.dumps({"step": mending.step, "mended": mending.mended, "left": [vars(each) for each in mending.left]})
+        )
+    else:
+        _tell_mending(f"{place.label}@{entry.step}", mending)
+    raise typer.Exit(1 if mending.left else 0)
+
+
+def _tell_mending(name: str, mending: Mending) -> None:
+    for path in mending.mended:
+        typer.echo(f"  written anew: {path}")
+    for fault in mending.left:
+        typer.echo(f"  stays damaged: {fault.tensor or 'all tensors'}: {fault.message}")
+    if mending.left:
+        typer.echo(f"{name}: {len(mending.left):,} places stay DAMAGED; take an older checkpoint, or a copy")
+    elif mending.mended:
+        typer.echo(f"{name}: mended, {len(mending.mended):,} files written anew, every one as it was")
+    else:
+        typer.echo(f"{name}: good, nothing had to be mended")
 
 
 @app.command()

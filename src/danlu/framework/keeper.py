@@ -83,6 +83,11 @@ class Keeper:
         """Wait until the state may change: what is being copied must not."""
         self.checkpoints.settle()
 
+    def close(self) -> None:
+        """Wait for what is under way, and tell how it ended."""
+        self.checkpoints.close()
+        self._tell()
+
     def _save_last(self, state: TrainState) -> None:
         self.checkpoints.wait()
         self._tell()
@@ -94,6 +99,8 @@ class Keeper:
     def _tell(self) -> None:
         for outcome in self.checkpoints.outcomes():
             self._ended(outcome)
+        for notice in self.checkpoints.notices():
+            self._warn(notice)
 
     def _ended(self, outcome: Outcome) -> None:
         if outcome.failure:

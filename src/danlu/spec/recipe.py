@@ -142,6 +142,8 @@ class Checkpoint(Description):
     """How many of every `group` ranks' files may be lost or rotten and are still read; each costs a file's room."""
     group: int = Field(default=8, ge=1, le=128)
     """Files that are protected together."""
+    scrub: float = Field(default=24.0, ge=0)
+    """Hours after which kept checkpoints are read again in idle time, to find rot while it can be mended; 0 never."""
 
 
 class Recipe(Description):

@@ -24,6 +24,7 @@ from danlu.storage.checkpoint.ranks import Ranks
 from danlu.storage.checkpoint.reader import Reader
 from danlu.storage.checkpoint.restore import fill
 from danlu.storage.checkpoint.saver import SLOTS, Outcome, Protection, Save, Saver
+from danlu.storage.checkpoint.scrub import Scrubber
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.checkpoint.staging import PackPlan
 from danlu.storage.store import Store, open_store
@@ -72,6 +73,7 @@ class Checkpoints:
         """What was found damaged in one place while loading, and taken from another."""
         self.ranks = Ranks(device)
         """All that save and load together."""
+        self._scrubber: Scrubber | None = None
         self._saver = Saver(store, self.shelf, staging, self.ranks.rank, patience, protection or Protection())
 
     def latest(self) -> int | None:
@@ -147,10 +149,22 @@ class Checkpoints:
             if late:
                 self._saver.give_up()
             if not busy:
-                return
+                break
             if self.ranks.any(time.monotonic() > deadline + _LAST_CHANCE):
                 raise SaveFailed(f"{self.store.name} must take a save within {self.patience:g} s, but did not")
             time.sleep(_POLL)
+        self._retire(min(proven for (proven,) in self.ranks.gather([self._saver.proven])))
+
+    def scrub(self, seconds: float) -> None:
+        """From now on, once in so many seconds, read this rank's share of kept checkpoints again in idle time."""
+        busy, tell = (lambda: self._saver.busy), (lambda line: self._saver.notices.append(line))
+        self._scrubber = Scrubber(self.shelf, self.ranks.rank, self.ranks.world, seconds, busy, tell)
+        self._scrubber.start()
+
+    def notices(self) -> list[str]:
+        """What there is to tell since this was last asked, beside how saves ended."""
+        told, self._saver.notices = self._saver.notices, []
+        return told
 
     def load(
         self, step: int, tensors: Mapping[str, Tensor], on_bytes: Callable[[int], None] = lambda done: None
@@ -170,7 +184,10 @@ class Checkpoints:
             failure = str(error)
         if self.ranks.any(bool(failure)):
             raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
-        return dict(reader.manifest.scalars), self._prove(reader, tensors, sums)
+        proof = self._prove(reader, tensors, sums)
+        if not reader.mended:
+            self._saver.proven = step
+        return dict(reader.manifest.scalars), proof
 
     def read(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill whole tensors in place, in a process that is no rank; only what is asked for is read."""
@@ -178,6 +195,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for saves under way, end the background threads and give the memory back."""
+        if self._scrubber is not None:
+            self._scrubber.close()
         try:
             self.wait()
         finally:
@@ -186,11 +205,18 @@ class Checkpoints:
     def _agree(self, mine: Sequence[Piece]) -> tuple[str, list[Piece]] | None:
         """The attempt's name, and the pieces with their writers; None to leave this save out."""
         drawn = random.SystemRandom().getrandbits(32) | (_BUSY if self._saver.slots.exhausted else 0)
-        words = self.ranks.gather([drawn, self._failure(), *words_of(mine)])
+        words = self.ranks.gather([drawn, self._failure(), self._saver.proven, *words_of(mine)])
         self._saver.give_up(_attempts(failure for _, failure, *_ in words))
+        self._retire(min(proven for _, _, proven, *_ in words))
         if any(word & _BUSY for word, *_ in words):
             return None
-        return f"{words[0][0] & (_BUSY - 1):08x}", assigned(mine, (held for _, _, *held in words[: self.ranks.rank]))
+        held = (held for _, _, _, *held in words[: self.ranks.rank])
+        return f"{words[0][0] & (_BUSY - 1):08x}", assigned(mine, held)
+
+    def _retire(self, proven: int) -> None:
+        """Let older checkpoints go, now that every rank has read back its part of this one."""
+        if self.ranks.rank == 0 and proven >= 0:
+            self._saver.retire(proven)
 
     def _failure(self) -> int:
         """An attempt that failed here, as a number for the other ranks."""

@@ -13,10 +13,12 @@ from danlu.storage.checkpoint.manifest import (
     LARGEST_TEXT,
     MANIFEST,
     Leaf,
+    Manifest,
     Node,
     parse,
     sealed,
     text_of,
+    twin_of,
 )
 from danlu.storage.checkpoint.tree import roof
 from danlu.storage.store import Store
@@ -58,16 +60,19 @@ def commit(
     root: Mapping[str, Any],
     patience: float,
     stop: Callable[[], bool] = lambda: False,
+    *,
+    twins: bool = False,
 ) -> bytes | None:
     """Write a leaf, do this writer's part of the tree, and return the manifest's text from the writer that creates it.
 
-    `root` is what the manifest has beside a node. A writer that is missing for `patience` seconds fails the save.
+    `root` is what the manifest has beside a node. A writer that is missing for `patience` seconds fails the save. With
+    `twins` leaves and nodes are written twice; the manifest's twin is for its creator to write, once it counts.
     """
     folder, writer, attempt = folder_of(leaf.step), leaf.writer, leaf.attempt
     text = text_of(leaf)
     if len(text) > LARGEST_TEXT:
         raise SaveFailed(f"the leaf of writer {writer} must be at most {LARGEST_TEXT} bytes, but has {len(text)}")
-    store.write(f"{folder}/{leaf_name(attempt, writer)}", [text])
+    _put(store, f"{folder}/{leaf_name(attempt, writer)}", text, twins)
     top = levels(writers)
     for level in range(1, top + 1):
         span = FANOUT**level
@@ -80,11 +85,17 @@ def commit(
         children = [(name, *_await(store, f"{folder}/{name}", kind, patience, stop)) for name in names]
         node = roof(level, children)
         if level < top:
-            store.write(f"{folder}/{_node_name(attempt, level, writer // span)}", [text_of(node)])
+            _put(store, f"{folder}/{_node_name(attempt, level, writer // span)}", text_of(node), twins)
     fields = node.model_dump() | {"kind": "danlu checkpoint", **root}
-    manifest = sealed(fields)
+    manifest = sealed(Manifest, fields)
     store.create(f"{folder}/{MANIFEST}", manifest)
     return manifest
+
+
+def _put(store: Store, path: str, text: bytes, twins: bool) -> None:
+    if twins:
+        store.write(twin_of(path), [text])
+    store.write(path, [text])
 
 
 def await_leaf(

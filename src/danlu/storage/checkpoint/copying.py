@@ -4,8 +4,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from danlu.storage.checkpoint.commit import folder_of
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged, Leaf, Node, open_manifest
+from danlu.storage.checkpoint.manifest import (
+    LARGEST_TEXT,
+    MANIFEST,
+    Damaged,
+    Leaf,
+    Node,
+    open_manifest,
+    twin_of,
+)
+from danlu.storage.checkpoint.parity_packs import groups_of, is_protected, write_parity
 from danlu.storage.checkpoint.reader import RUN_BYTES, Reader, Stored, chunks_of
+from danlu.storage.checkpoint.texts import right_text
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store
 
@@ -43,9 +53,26 @@ def copy(source: Store, target: Store, step: int, on_bytes: OnBytes = lambda don
         return copied
     if (free := target.free()) is not None and free < (needed := reader.manifest.bytes - _there(reader, target)):
         raise OSError(f"{target.name} has {free} bytes left, but {needed} are to be written; make room first")
-    _below(reader, reader.manifest, target, copied, on_bytes)
-    target.create(f"{reader.folder}/{MANIFEST}", source.read(f"{reader.folder}/{MANIFEST}"))
+    _below(reader, reader.manifest, target, copied, on_bytes, twins=is_protected(source, step))
+    path = f"{reader.folder}/{MANIFEST}"
+    text = right_text(source, path, LARGEST_TEXT, open_manifest)
+    target.create(path, text)
+    _protect(reader, target, text)
     return copied
+
+
+def _protect(reader: Reader, target: Store, manifest: bytes) -> None:
+    """Give the copy second texts and parity where the source has them; parity is worked out from the copy's packs."""
+    attempt, source = reader.manifest.attempt, reader.store
+    if not is_protected(source, reader.manifest.step):
+        return
+    target.write(f"{reader.folder}/{twin_of(MANIFEST)}", [manifest])
+    for group in groups_of(source, reader.manifest.step, attempt, lambda line: None, _no_parity):
+        write_parity(target, group.step, group.attempt, group.group, group.members, len(group.blocks))
+
+
+def _no_parity(path: str, message: str) -> None:
+    raise Damaged(f"{message}; the copy is complete, but would lack this parity: mend the source and copy again")
 
 
 def _is_complete(reader: Reader, target: Store) -> bool:
@@ -69,22 +96,25 @@ def _there(reader: Reader, target: Store) -> int:
     return sum(target.size(f"{reader.folder}/{name}") for name in mine)
 
 
-def _below(reader: Reader, node: Node, target: Store, copied: Copied, on_bytes: OnBytes) -> None:
+def _below(reader: Reader, node: Node, target: Store, copied: Copied, on_bytes: OnBytes, *, twins: bool) -> None:
     """Copy what is under a node: packs before their leaf, children before their parent."""
     for under in node.children:
         child = reader.child(node, under)
         if isinstance(child, Node):
-            _below(reader, child, target, copied, on_bytes)
+            _below(reader, child, target, copied, on_bytes, twins=twins)
         elif child.bytes:
             _pack(reader, child, target, copied, on_bytes)
         path = f"{reader.folder}/{under.file}"
-        target.write(path, [reader.store.read(path)])
+        text = right_text(reader.store, path, under.bytes, reader.opener(node, under))
+        if twins:
+            target.write(twin_of(path), [text])
+        target.write(path, [text])
 
 
 def _pack(reader: Reader, leaf: Leaf, target: Store, copied: Copied, on_bytes: OnBytes) -> None:
     path = f"{reader.folder}/{leaf.pack}"
     chunks = sorted(chunks_of(leaf), key=lambda stored: stored.chunk.at)
-    if _is_right(target, path, leaf, chunks):
+    if pack_is_right(target, path, leaf, chunks):
         copied.there += 1
         on_bytes(leaf.bytes)
         return
@@ -93,7 +123,7 @@ def _pack(reader: Reader, leaf: Leaf, target: Store, copied: Copied, on_bytes: O
     copied.bytes += leaf.bytes
 
 
-def _is_right(target: Store, path: str, leaf: Leaf, chunks: Sequence[Stored]) -> bool:
+def pack_is_right(target: Store, path: str, leaf: Leaf, chunks: Sequence[Stored]) -> bool:
     """Whether a pack is there and has, chunk for chunk, the bytes that were saved."""
     try:
         if target.size(path) != leaf.bytes:

@@ -5,9 +5,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from danlu.storage.checkpoint.commit import folder_of
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged, Leaf, Manifest, Node, open_manifest
-from danlu.storage.checkpoint.reader import Fault, Reader, chunks_of
+from danlu.storage.checkpoint.manifest import (
+    LARGEST_TEXT,
+    MANIFEST,
+    Damaged,
+    Leaf,
+    Manifest,
+    Node,
+    open_manifest,
+    twin_of,
+)
+from danlu.storage.checkpoint.parity_packs import group_opener, groups_of, is_protected, rotten_blocks
+from danlu.storage.checkpoint.reader import Fault, Reader, chunks_of, padding_of
 from danlu.storage.checkpoint.shelf import QUARANTINE, Shelf
+from danlu.storage.checkpoint.texts import Open, bounded_text, opener_of, whole_text
 from danlu.storage.store import Store
 
 State = Literal["complete", "quarantined", "incomplete", "damaged"]
@@ -41,10 +52,11 @@ def _entry(store: Store, step: int, names: list[str]) -> Entry:
         return Entry(step, "incomplete", None, len(names))
     path = f"{folder}/{file}"
     try:
-        manifest = open_manifest(store.read(path), f"{store.name}/{path}")
+        manifest = whole_text(store, path, LARGEST_TEXT, open_manifest, lambda line: None)
     except Damaged as error:
         return Entry(step, "damaged", None, 0, str(error))
-    left = [name for name in names if name != file and not name.startswith(f"{manifest.attempt}-")]
+    mine = (file, twin_of(file))
+    left = [name for name in names if name not in mine and not name.startswith(f"{manifest.attempt}-")]
     return Entry(step, "complete" if file == MANIFEST else "quarantined", manifest, len(left))
 
 
@@ -58,6 +70,9 @@ class Verdict:
     bytes: int = 0
     """Of the chunks that were read."""
     faults: list[Fault] = field(default_factory=list)
+    """What is lost."""
+    mendable: list[str] = field(default_factory=list)
+    """What is damaged, and can be made good from second copies and parity; a load does so by itself."""
 
 
 def verify(store: Store, step: int, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> Verdict:
@@ -79,26 +94,60 @@ def verify(store: Store, step: int, on_bytes: Callable[[int, int], None] = lambd
         done += more
         on_bytes(min(done, reader.manifest.bytes), reader.manifest.bytes)
 
-    for leaf in _leaves(reader, reader.manifest, verdict.faults):
-        chunks = sorted(chunks_of(leaf), key=lambda stored: stored.chunk.at)
+    twins = is_protected(store, step)
+    if twins:
+        _check_twin(store, f"{reader.folder}/{MANIFEST}", LARGEST_TEXT, opener_of(reader.manifest), verdict)
+    for leaf in _leaves(reader, reader.manifest, verdict, twins=twins):
+        chunks = list(chunks_of(leaf))
         verdict.chunks += len(chunks)
         verdict.bytes += sum(stored.bytes for stored in chunks)
-        verdict.faults += reader.faults(chunks, on_bytes=count)
+        try:
+            every = sorted([*chunks, *padding_of(leaf)], key=lambda stored: stored.chunk.at)
+        except Damaged as error:
+            verdict.faults.append(Fault(", ".join(sorted(leaf.tensors)), f"{reader.folder}/{leaf.pack}", str(error)))
+            continue
+        verdict.faults += reader.faults(every, on_bytes=count)
+    verdict.mendable += reader.mended
+    if twins:
+        _check_parity(store, reader, verdict)
     return verdict
 
 
-def _leaves(reader: Reader, node: Node, faults: list[Fault]) -> Iterator[Leaf]:
+def _leaves(reader: Reader, node: Node, verdict: Verdict, *, twins: bool) -> Iterator[Leaf]:
     """Every leaf that can be read; what cannot is a fault, with the tensors that it leaves unread."""
     for under in node.children:
+        path = f"{reader.folder}/{under.file}"
         try:
             child = reader.child(node, under)
         except (Damaged, OSError, EOFError) as error:
-            faults.append(Fault(", ".join(sorted(under.reach)), f"{reader.folder}/{under.file}", str(error)))
+            verdict.faults.append(Fault(", ".join(sorted(under.reach)), path, str(error)))
             continue
+        if twins:
+            _check_twin(reader.store, path, under.bytes, reader.opener(node, under), verdict)
         if isinstance(child, Leaf):
             yield child
         else:
-            yield from _leaves(reader, child, faults)
+            yield from _leaves(reader, child, verdict, twins=twins)
+
+
+def _check_twin(store: Store, path: str, most: int, opened: Open[object], verdict: Verdict) -> None:
+    """Hold the second copy of a text against what the text itself must be."""
+    try:
+        opened(bounded_text(store, twin_of(path), most), f"{store.name}/{twin_of(path)}")
+    except (Damaged, OSError, EOFError) as error:
+        verdict.mendable.append(f"{error}; it is the second copy of {path.rpartition('/')[2]}")
+
+
+def _check_parity(store: Store, reader: Reader, verdict: Verdict) -> None:
+    """Hold parity against its own hashes, so that it is known in time to be no help."""
+
+    def lost(path: str, message: str) -> None:
+        verdict.faults.append(Fault("", path, f"{message}; no parity can be read without it"))
+
+    manifest = reader.manifest
+    for group in groups_of(store, manifest.step, manifest.attempt, verdict.mendable.append, lost):
+        _check_twin(store, group.path, LARGEST_TEXT, group_opener(group.path), verdict)
+        verdict.mendable += rotten_blocks(store, group)
 
 
 @dataclass

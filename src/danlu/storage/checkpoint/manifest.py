@@ -214,9 +214,9 @@ def text_of(description: Description) -> bytes:
     return json.dumps(description.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
 
-def sealed(fields: Mapping[str, Any]) -> bytes:
-    """The text of a manifest, its root filled in."""
-    text = text_of(Manifest.model_validate({**fields, "root": _NO_ROOT}))
+def sealed(kind: type[Description], fields: Mapping[str, Any]) -> bytes:
+    """The text of a description that ends in its own hash, with that `root` filled in."""
+    text = text_of(kind.model_validate({**fields, "root": _NO_ROOT}))
     return text.replace(_NO_ROOT.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
 
 
@@ -233,10 +233,20 @@ def parse(kind: type[M], text: bytes, where: str) -> M:
 def open_manifest(text: bytes, where: str) -> Manifest:
     """Read a manifest and hold it against its own root."""
     manifest = parse(Manifest, text, where)
-    unsealed = text.replace(manifest.root.encode(), _NO_ROOT.encode(), 1)
-    if (found := hashlib.sha256(unsealed).hexdigest()) != manifest.root:
-        raise Damaged(f"{where} must have the SHA-256 {manifest.root} that it names, but has {found}")
+    check_root(text, manifest.root, where)
     return manifest
+
+
+def check_root(text: bytes, root: str, where: str) -> None:
+    """Hold a sealed text against the hash that it names; `Damaged` if it has another."""
+    unsealed = text.replace(root.encode(), _NO_ROOT.encode(), 1)
+    if (found := hashlib.sha256(unsealed).hexdigest()) != root:
+        raise Damaged(f"{where} must have the SHA-256 {root} that it names, but has {found}")
+
+
+def twin_of(path: str) -> str:
+    """Where the second copy of a text lies, if its checkpoint has parity."""
+    return f"{path.removesuffix('.json')}.copy.json"
 
 
 def open_child(kind: type[M], text: bytes, under: Under, where: str) -> M:

@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from danlu.storage.checkpoint.boxes import Box, overlap, volume
 from danlu.storage.checkpoint.commit import folder_of
 from danlu.storage.checkpoint.manifest import (
     ITEMSIZE,
-    LARGEST_TEXT,
-    MANIFEST,
     Chunk,
     Damaged,
     Leaf,
@@ -22,9 +20,9 @@ from danlu.storage.checkpoint.manifest import (
     Tensor,
     Under,
     open_child,
-    open_manifest,
 )
 from danlu.storage.checkpoint.parity_packs import Copies, mended
+from danlu.storage.checkpoint.texts import Open, manifest_of, whole_text
 from danlu.storage.checkpoint.tree import same, within_reach
 from danlu.storage.hashing import crc32c
 from danlu.storage.store import Store
@@ -34,7 +32,6 @@ RUN_BYTES = 32 << 20
 _GAP = 64 << 10
 _PAGE = 4096
 _THREADS = 4
-T = TypeVar("T", Leaf, Node)
 
 
 @dataclass(frozen=True)
@@ -95,10 +92,7 @@ class Reader:
         """Chunks that were damaged or lost in one place and taken from another."""
         self._copies = copies
         self._buffers = _Buffers()
-        path = f"{self.folder}/{MANIFEST}"
-        self.manifest: Manifest = open_manifest(self._text(path, LARGEST_TEXT), f"{store.name}/{path}")
-        if self.manifest.step != step:
-            raise Damaged(f"{store.name}/{path} must be of step {step}, but is of step {self.manifest.step}")
+        self.manifest: Manifest = manifest_of(store, step, self.mended.append)
 
     def find(self, wanted: Mapping[str, Sequence[Box]] | None = None) -> list[Stored]:
         """Chunks that hold something of what is wanted (boxes by name), or all; by pack and place in it."""
@@ -127,13 +121,22 @@ class Reader:
     def child(self, node: Node, under: Under) -> Leaf | Node:
         """A leaf or node, as its parent `node` names it; `Damaged` if it is not that."""
         path = f"{self.folder}/{under.file}"
-        text, where = self._child_text(path, under), f"{self.store.name}/{path}"
-        if node.level == 1:
-            return self._own(open_child(Leaf, text, under, where), under)
-        child = self._own(open_child(Node, text, under, where), under)
-        if child.level != node.level - 1:
-            raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
-        return child
+        try:
+            return whole_text(self.store, path, under.bytes, self.opener(node, under), self.mended.append)
+        except (FileNotFoundError, EOFError) as error:
+            raise Damaged(f"{self.store.name}/{self.folder} lacks a file that it names: {error}") from None
+
+    def opener(self, node: Node, under: Under) -> Open[Leaf | Node]:
+        """What makes a leaf or node of a text, as its parent `node` names it."""
+        kind: type[Leaf] | type[Node] = Leaf if node.level == 1 else Node
+
+        def opened(text: bytes, where: str) -> Leaf | Node:
+            child = self._own(open_child(kind, text, under, where), under)
+            if isinstance(child, Node) and child.level != node.level - 1:
+                raise Damaged(f"{where} must be a node of level {node.level - 1}, but is of level {child.level}")
+            return child
+
+        return opened
 
     def _fetch_run(self, run: Sequence[Stored], take: Take, on_bytes: Callable[[int], None]) -> list[Fault]:
         """Take the chunks of a run from the nearest copies that have them; what is wrong with those that nobody has."""
@@ -198,7 +201,7 @@ class Reader:
             else:
                 yield from self._below(child, wanted, seen)
 
-    def _own(self, child: T, under: Under) -> T:
+    def _own(self, child: Leaf | Node, under: Under) -> Leaf | Node:
         if (child.step, child.attempt) != (self.manifest.step, self.manifest.attempt):
             raise Damaged(f"{self.folder}/{under.file} must belong to attempt {self.manifest.attempt}, but does not")
         whole: Mapping[str, Tensor] = self.manifest.tensors
@@ -206,17 +209,6 @@ class Reader:
             if name not in whole or not same(whole[name], tensor):
                 raise Damaged(f"{self.folder}/{under.file} must have tensor {name[:80]} as the manifest has it")
         return child
-
-    def _child_text(self, path: str, under: Under) -> bytes:
-        try:
-            return self._text(path, under.bytes)
-        except (FileNotFoundError, EOFError) as error:
-            raise Damaged(f"{self.store.name}/{self.folder} lacks a file that it names: {error}") from None
-
-    def _text(self, path: str, most: int) -> bytes:
-        if (size := self.store.size(path)) > most:
-            raise Damaged(f"{self.store.name}/{path} must have at most {most} bytes, but has {size}")
-        return self.store.read(path)
 
 
 class _Buffers(threading.local):
@@ -239,6 +231,18 @@ def chunks_of(leaf: Leaf, wanted: Mapping[str, Sequence[Box]] | None = None) -> 
         for chunk in held.chunks:
             if boxes is None or any(overlap(chunk.box, box) for box in boxes):
                 yield Stored(name, leaf.pack, chunk, volume(chunk.size) * ITEMSIZE[held.dtype], leaf.bytes)
+
+
+def padding_of(leaf: Leaf) -> Iterator[Stored]:
+    """The bytes of a pack that belong to no tensor, as chunks of zeros: to be checked and mended like the others."""
+    end = 0
+    for stored in sorted(chunks_of(leaf), key=lambda each: each.chunk.at):
+        if (gap := stored.chunk.at - end) >= _PAGE:  # before memory is taken for so many zeros
+            raise Damaged(f"{leaf.pack} must have less than {_PAGE} bytes between its chunks, but has {gap}")
+        if gap > 0:
+            zeros = Chunk(offset=(0,), size=(gap,), at=end, crc32c=crc32c(bytes(gap)))
+            yield Stored("(padding)", leaf.pack, zeros, gap, leaf.bytes)
+        end = max(end, stored.chunk.at + stored.bytes)
 
 
 def runs_of(chunks: Sequence[Stored]) -> Iterator[list[Stored]]:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from danlu.storage.checkpoint.commit import SaveFailed, await_leaf, commit, folder_of, pack_name
+from danlu.storage.checkpoint.copying import pack_is_right
 from danlu.storage.checkpoint.drain import parts, weigh
-from danlu.storage.checkpoint.manifest import Chunk, Leaf, open_manifest
-from danlu.storage.checkpoint.parity_packs import Group, Member, group_kept_by, write_parity, writers_of
+from danlu.storage.checkpoint.manifest import MANIFEST, Chunk, Damaged, Leaf, open_manifest, twin_of
+from danlu.storage.checkpoint.parity_packs import Member, group_kept_by, write_parity, writers_of
+from danlu.storage.checkpoint.reader import chunks_of
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.checkpoint.slots import Slot, Slots
 from danlu.storage.checkpoint.staging import PackPlan, stage
@@ -33,7 +35,7 @@ class Outcome:
     stall: float
     """Seconds the training waited."""
     seconds: float
-    """From the wish to the last byte."""
+    """From the wish until it counted."""
     bytes: int
     """That this rank wrote."""
     failure: str = ""
@@ -65,6 +67,8 @@ class Save:
     slot: Slot
     stall: float = 0.0
     chunks: Sequence[Sequence[Chunk]] = ()
+    seconds: float = 0.0
+    """Until it counted."""
 
 
 class Saver:
@@ -92,6 +96,12 @@ class Saver:
         self._failed: set[str] = set()
         self._cleared = False
         """Whether what a process before this one may have left is gone."""
+        self._retired = -1
+        self._retiring: Future[None] | None = None
+        self.proven = -1
+        """Newest step whose part of this rank is known to be whole: read back after it was written, or loaded."""
+        self.notices: list[str] = []
+        """What is to be told, beside how saves ended."""
         self._lock = threading.Lock()
 
     @property
@@ -146,7 +156,9 @@ class Saver:
             return ()
 
     def close(self) -> None:
-        """End the threads and give the memory back."""
+        """End the threads, after what is being deleted, and give the memory back."""
+        if self._retiring is not None:
+            wait([self._retiring], timeout=self.patience)
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.slots.close()
@@ -192,23 +204,54 @@ class Saver:
             finite=weighed.finite,
             tensors=weighed.tensors,
         )
-        text = commit(self.store, leaf, save.world, save.root, self.patience, self._stopped(save))
-        return self._afterwards(save, text)
+        twins = bool(self.protection.parity)
+        text = commit(self.store, leaf, save.world, save.root, self.patience, self._stopped(save), twins=twins)
+        save.seconds = time.perf_counter() - save.began
+        return self._afterwards(save, leaf, text)
 
-    def _afterwards(self, save: Save, manifest: bytes | None) -> str:
+    def _afterwards(self, save: Save, leaf: Leaf, manifest: bytes | None) -> str:
         """What is due once a checkpoint counts; what of it went wrong: the checkpoint is there all the same."""
         troubles = []
         try:
-            if manifest is not None:
-                self.shelf.added(open_manifest(manifest, folder_of(save.step)))
-        except OSError as error:
-            troubles.append(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
-        try:
             if self.protection.parity:
+                if manifest is not None:
+                    self.store.write(f"{folder_of(save.step)}/{twin_of(MANIFEST)}", [manifest])
                 self._protect(save)
         except (OSError, EOFError, SaveFailed) as error:
-            troubles.append(f"has no parity for a group of its files: {type(error).__name__}: {error}")
+            troubles.append(f"has no parity for some of its files: {type(error).__name__}: {error}")
+        try:
+            if manifest is not None and not open_manifest(manifest, folder_of(save.step)).finite:
+                self.shelf.set_aside(save.step)
+                troubles.append("is not finite; it is set aside")
+            elif self._is_read_back(save, leaf):
+                self.proven = save.step
+        except (OSError, EOFError, Damaged) as error:
+            troubles.append(f"is not proven to be whole, so that older ones are kept: {type(error).__name__}: {error}")
         return "; ".join(troubles)
+
+    def _is_read_back(self, save: Save, leaf: Leaf) -> bool:
+        """Whether the store has what was staged: read again, and written once more from memory if not; else raises."""
+        path = f"{folder_of(save.step)}/{leaf.pack}"
+        chunks = sorted(chunks_of(leaf), key=lambda stored: stored.chunk.at)
+        if not leaf.bytes or pack_is_right(self.store, path, leaf, chunks):
+            return True
+        self.notices.append(f"{self.store.name}/{path} was not what had been written there; it was written again")
+        self.store.write(path, parts(save.slot.view, leaf.bytes))
+        if not pack_is_right(self.store, path, leaf, chunks):
+            raise Damaged(f"{self.store.name}/{path} is read back as something else than was written, twice")
+        return True
+
+    def retire(self, proven: int) -> None:
+        """In the background, delete what checkpoints up to this step, proven by every rank, make needless."""
+        if proven > self._retired:
+            self._retired = proven
+            self._retiring = self._drainer.submit(self._retire, proven)
+
+    def _retire(self, proven: int) -> None:
+        try:
+            self.shelf.retire(proven)
+        except OSError as error:
+            self.notices.append(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
 
     def _make_room(self, save: Save) -> None:
         """See that the step is free. Here and not before the copy: a store that is slow or gone must not be felt."""
@@ -228,16 +271,13 @@ class Saver:
         ]
         members = tuple(Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in leaves if leaf.bytes)
         if members:
-            made = Group(
-                step=save.step, attempt=save.attempt, group=group, members=members, parity=self.protection.parity
-            )
-            write_parity(self.store, folder_of(save.step), made)
+            write_parity(self.store, save.step, save.attempt, group, members, self.protection.parity)
 
     def _stopped(self, save: Save) -> Callable[[], bool]:
         return lambda: save.attempt in self._given_up
 
     def _ended(self, save: Save, failure: str, trouble: str = "") -> None:
-        seconds = time.perf_counter() - save.began
+        seconds = save.seconds or time.perf_counter() - save.began
         path = f"{self.store.name}/{folder_of(save.step)}"
         self.slots.give_back(save.slot)
         with self._lock:

@@ -3,7 +3,8 @@
 import re
 
 from danlu.storage.checkpoint.commit import SaveFailed, folder_of
-from danlu.storage.checkpoint.manifest import LARGEST_TEXT, MANIFEST, Damaged, Manifest, open_manifest
+from danlu.storage.checkpoint.manifest import MANIFEST, Damaged, Manifest, twin_of
+from danlu.storage.checkpoint.texts import manifest_of
 from danlu.storage.store import Store
 
 QUARANTINE = "quarantined.json"
@@ -37,18 +38,17 @@ class Shelf:
 
     def manifest(self, step: int) -> Manifest | None:
         """The manifest of a step, or None if it is not there or not what was written."""
-        path = f"{folder_of(step)}/{MANIFEST}"
         try:
-            if self.store.size(path) > LARGEST_TEXT:
-                return None
-            found = open_manifest(self.store.read(path), f"{self.store.name}/{path}")
+            return manifest_of(self.store, step)
         except (FileNotFoundError, Damaged):
             return None
-        return found if found.step == step else None
 
     def make_way(self, step: int) -> None:
         """Before a save: refuse to replace a checkpoint, and set aside what stands there and is none."""
-        if MANIFEST not in self.store.list(folder_of(step)):
+        names = self.store.list(folder_of(step))
+        if MANIFEST not in names:
+            if twin_of(MANIFEST) in names:  # of one that was set aside or removed: it must not speak for the next
+                self.store.remove(f"{folder_of(step)}/{twin_of(MANIFEST)}")
             return
         if (found := self.manifest(step)) is not None and found.finite:
             name = f"{self.store.name}/{folder_of(step)}"
@@ -65,6 +65,7 @@ class Shelf:
         folder = folder_of(step)
         self.store.write(f"{folder}/{QUARANTINE}", [self.store.read(f"{folder}/{MANIFEST}")])
         self.store.remove(f"{folder}/{MANIFEST}")
+        self.store.remove(f"{folder}/{twin_of(MANIFEST)}")
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint; first its manifest, so that one that is half deleted does not look complete."""
@@ -72,19 +73,20 @@ class Shelf:
         self.store.remove(f"{folder}/{MANIFEST}")
         self.store.remove(folder)
 
-    def added(self, manifest: Manifest) -> None:
-        """Set a new checkpoint that is not finite aside; otherwise delete the oldest beyond `keep`, and leftovers."""
-        if not manifest.finite:
-            self.set_aside(manifest.step)
-            return
+    def retire(self, proven: int) -> None:
+        """Delete checkpoints and leftovers that those up to `proven`, which is known to be whole, make needless.
+
+        `keep` of them stay; later ones may yet turn out not to be whole, and count for nothing here.
+        """
         # Every writer has ended its earlier saves before it takes part in a later one: nobody writes to leftovers.
         leftovers = [
             old
             for old in self.folders()
-            if old < manifest.step and not self._has(old, MANIFEST) and not self._has(old, QUARANTINE)
+            if old < proven and not self._has(old, MANIFEST) and not self._has(old, QUARANTINE)
         ]
+        good = [step for step in self.steps() if step <= proven]
         failed: list[OSError] = []
-        for old in [*self.steps()[: -self.keep], *leftovers]:
+        for old in [*good[: -self.keep], *leftovers]:
             try:
                 self.remove(old)
             except OSError as error:  # one that cannot be deleted must not keep the others

@@ -30,6 +30,8 @@ class PackPlan:
 
     places: Sequence[Place]
     bytes: int
+    gaps: Sequence[tuple[int, int]]
+    """First and last byte between chunks; zeros go there."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], chunk_bytes: int = CHUNK_BYTES) -> "PackPlan":
@@ -40,16 +42,19 @@ class PackPlan:
             volume(size) * ITEMSIZE[piece.dtype] for piece, each in zip(mine, boxes, strict=True) for _, size in each
         ]
         starts = list(laid_out(sizes))
-        end = starts[-1] + sizes[-1] if sizes else 0
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        gaps = [(end, start) for end, start in zip(ends, starts[1:], strict=False) if end < start]
         places, done = [], 0
         for piece, each in zip(mine, boxes, strict=True):
             places.append(Place(piece, each, starts[done : done + len(each)]))
             done += len(each)
-        return cls(places, end)
+        return cls(places, ends[-1] if ends else 0, gaps)
 
 
 def stage(plan: PackPlan, tensors: Mapping[str, Tensor], into: memoryview) -> list[list[Chunk]]:
     """Copy what the plan names into memory and return the chunks of every place, with their hashes."""
+    for start, end in plan.gaps:
+        into[start:end] = bytes(end - start)
     return [_stage_one(place, tensors[place.piece.name], into) for place in plan.places]
 
 
