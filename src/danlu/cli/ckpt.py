@@ -93,9 +93,8 @@ def _tell_verdict(place: Place, verdict: Verdict) -> None:
     for line in verdict.mendable:
         typer.echo(f"  damaged, but can be mended: {line}")
     if verdict.mendable and not verdict.faults:
-        typer.echo(
-            f"{name}: damaged in {len(verdict.mendable):,} places, nothing is lost\n    → danlu ckpt mend {name}"
-        )
+        typer.echo(f"{name}: damaged in {len(verdict.mendable):,} places, but nothing is lost")
+        typer.echo(f"    → danlu ckpt mend {name}")
         return
     if not verdict.faults:
         typer.echo(
