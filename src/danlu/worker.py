@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from danlu.chips.descriptor import Descriptor
 from danlu.chips.measure import matmul_peak
@@ -43,9 +44,11 @@ from danlu.spec import (
     load_recipe,
 )
 from danlu.spec.event import PeakSource
-from danlu.spec.recipe import has_experts
-from danlu.storage.checkpoint.checkpoints import open_checkpoints
-from danlu.storage.checkpoint.saver import Protection
+from danlu.spec.recipe import Checkpoint, has_experts
+from danlu.storage.checkpoint.checkpoints import Checkpoints, near_folder, open_checkpoints
+from danlu.storage.checkpoint.home import home_of
+from danlu.storage.checkpoint.neighbours import own_address
+from danlu.storage.checkpoint.saver import Policy
 from danlu.storage.order import Ints
 from danlu.storage.training_data import TrainingData
 
@@ -60,10 +63,11 @@ def run_worker(run: RunFolder, place: Place) -> None:
         cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         chip = find(cluster.chip.kind if cluster else None)
         device = chip.runtime.device(place.local_rank)
-        join(place, _backend(chip, place), meet(place))
+        book = meet(place)
+        join(place, _backend(chip, place), book)
         try:
             mesh = build_mesh(plan, device, place.rank, cluster, experts=has_experts(recipe.model))
-            _train(run, recipe, mesh, chip, cluster, stop, first_on_host=place.local_rank == 0)
+            _train(run, recipe, mesh, chip, cluster, stop, place, book)
         except Exception as error:
             # At once: the other ranks fail for want of this one, and whoever looks for the culprit asks who was first.
             sys.stderr.write(f"{failure_line(place.rank, error)}\n")
@@ -71,6 +75,18 @@ def run_worker(run: RunFolder, place: Place) -> None:
             raise
         finally:
             leave()
+
+
+def _checkpoints(run: RunFolder, saves: Checkpoint, mesh: Mesh) -> Checkpoints:
+    where, options = home_of(run, saves)
+    policy = Policy(
+        parity=saves.parity,
+        group=saves.group,
+        retries=saves.retries,
+        bandwidth=1e6 * saves.bandwidth,
+        near=near_folder(saves.near, where) if saves.near else None,
+    )
+    return open_checkpoints(where, saves.keep, mesh.device, mesh.plan.degrees.model_dump(), policy, options)
 
 
 def failure_line(rank: int, error: Exception) -> str:
@@ -85,18 +101,19 @@ def _train(
     chip: Descriptor,
     cluster: Cluster | None,
     stop: Callable[[], bool],
-    *,
-    first_on_host: bool,
+    place: Place,
+    book: Store,
 ) -> None:
     state, forward_backward = build(recipe, mesh.plan, mesh)
     saves = recipe.checkpoint
-    protection = Protection(saves.parity, saves.group)
-    checkpoints = open_checkpoints(run.checkpoints, saves.keep, mesh.device, mesh.plan.degrees.model_dump(), protection)
+    checkpoints = _checkpoints(run, saves, mesh)
+    if saves.peers:
+        checkpoints.meet_neighbours(PrefixStore("checkpoints", book), place.local_rank, own_address(place.store))
     early: list[Event] = []  # told after `started`, which has the step that is found here
     keeper = Keeper(checkpoints, recipe.checkpoint, mesh.rank, mesh.plan.degrees.world, early.append)
     if not keeper.resume(state) and recipe.weights:
         load_weights(state.parts, recipe.model, Path(recipe.weights))
-    keeper.rehearse(state, first_on_host=first_on_host, between_failures=_between_failures(mesh, cluster))
+    keeper.rehearse(state, first_on_host=place.local_rank == 0, between_failures=_between_failures(mesh, cluster))
     if saves.scrub:
         checkpoints.scrub(3600 * saves.scrub)
     supply = Supply(run, recipe, mesh, state.cursor)
@@ -122,8 +139,8 @@ def _train(
             write(event)
         save = partial(_save, keeper, supply, mesh.rank, write)
         train(
-            recipe, state, forward_backward, supply.feed, mesh, chip.runtime.memory_peak, write, save, stop,
-            keeper.settle,
+            recipe, state, forward_backward, supply.feed, mesh, chip.runtime.memory_peak, write, save,
+            lambda: stop() or keeper.hopeless, keeper.settle,
         )  # fmt: skip
         keeper.close()
         outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from danlu.storage.build import build
 from danlu.storage.checkpoint.single import tensor_of, write_single
 from danlu.storage.store import open_store
+from danlu.storage.tokenizer import BytesTokenizer
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest", "AWS_DEFAULT_REGION": "us-east-1"}
 IDENTITY = (
@@ -32,10 +34,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.fixture
-def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        yield from _served(tmp_path_factory.mktemp("s3"))
+
+
+def _served(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "identity.json").write_text(IDENTITY)
     (tmp_path / "data").mkdir()
     master, volume, filer, s3 = free_ports(4)
@@ -61,9 +68,10 @@ def _with_bucket(endpoint: str, log: Path) -> str:
     return endpoint
 
 
-def danlu(*arguments: str) -> str:
-    command = [sys.executable, "-W", "error::ResourceWarning", "-m", "danlu", "ckpt", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def danlu(*arguments: str, group: str = "ckpt", folder: Path | None = None) -> str:
+    words = [group, *arguments] if group else [*arguments]
+    command = [sys.executable, "-W", "error::ResourceWarning", "-m", "danlu", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -80,3 +88,41 @@ def test_to_a_bucket_and_back(tmp_path: Path, endpoint: str) -> None:
     assert "1 of 1 shared tensors" in danlu("diff", f"{tmp_path / 'from'}@8", str(tmp_path / "back"), *settings)
     danlu("rm", "s3://demo/kept@4", "--yes", *settings)
     assert [line.split()[0] for line in danlu("ls", "s3://demo/kept", *settings).splitlines()] == ["step", "8"]
+
+
+RECIPE = """
+name = "away"
+steps = {steps}
+model = {{ base = "tiny-llama", vocabulary = 264 }}
+data.shards = "shards"
+batch = {{ sequences = 8, length = 64 }}
+schedule.kind = "constant"
+
+[checkpoint]
+every = 2
+keep = 1
+parity = 1
+store = "s3://demo/runs"
+options = {{ endpoint = "{endpoint}" }}
+"""
+
+
+def test_a_run_whose_checkpoints_are_in_a_bucket(tmp_path: Path, endpoint: str) -> None:
+    """It trains, resumes on another layout, and all commands find its checkpoints by the run's name."""
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 8)
+    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
+    (tmp_path / "away.toml").write_text(RECIPE.format(steps=5, endpoint=endpoint))
+    danlu("train", "away.toml", "--nproc", "2", "--name", "mine", group="", folder=tmp_path)
+    assert not (tmp_path / "runs" / "mine" / "checkpoints").exists()
+    listed = danlu("ls", "mine", folder=tmp_path).splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [["5", "complete"]], "read back whole, so the older went"
+    store = open_store("s3://demo/runs/mine", {"endpoint": endpoint})
+    pack = next(name for name in store.list("step-00000005") if name.endswith("-000001.pack"))
+    store.remove(f"step-00000005/{pack}")
+    recipe = tmp_path / "runs" / "mine" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("steps = 5\n", "steps = 7\n", 1))
+    told = danlu("resume", "mine", "--nproc", "1", group="", folder=tmp_path)
+    assert "0 repeated, 0 skipped" in told, told
+    assert "good" in danlu("verify", "mine@7", folder=tmp_path)
+    events = (tmp_path / "runs" / "mine" / "events.jsonl").read_text()
+    assert "mended from parity" in events

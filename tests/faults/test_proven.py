@@ -12,7 +12,7 @@ from danlu.storage.checkpoint.checkpoints import Checkpoints
 from danlu.storage.checkpoint.commit import folder_of
 from danlu.storage.checkpoint.inventory import verify
 from danlu.storage.checkpoint.reader import Reader
-from danlu.storage.checkpoint.saver import Protection
+from danlu.storage.checkpoint.saver import Policy
 from danlu.storage.checkpoint.scrub import Scrubber, share_of
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.memory_store import MemoryStore
@@ -41,7 +41,7 @@ def store() -> Forgetful:
 
 @pytest.fixture
 def checkpoints(store: Forgetful, tmp_path: Path) -> Iterator[Checkpoints]:
-    made = Checkpoints(store, 1, torch.device("cpu"), staging=tmp_path, protection=Protection(parity=1))
+    made = Checkpoints(store, 1, torch.device("cpu"), staging=tmp_path, policy=Policy(parity=1))
     yield made
     made.close()
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -30,7 +33,8 @@ from danlu.parallel.norm import clip, local_square_sum
 from danlu.spec.model import Moe
 from danlu.spec.plan import Degrees, Plan
 from danlu.storage.checkpoint.checkpoints import Checkpoints, open_checkpoints
-from danlu.storage.checkpoint.saver import Protection
+from danlu.storage.checkpoint.saver import Policy
+from danlu.storage.store import open_store
 
 CPU = torch.device("cpu")
 Case = Callable[[Path], None]
@@ -290,7 +294,7 @@ def a_flipped_bit_is_found_by_all(folder: Path) -> None:
 
 
 def a_lost_pack_is_mended_from_parity(folder: Path) -> None:
-    checkpoints = open_checkpoints(folder / "parity", 2, torch.device("cpu"), protection=Protection(parity=1, group=2))
+    checkpoints = open_checkpoints(folder / "parity", 2, torch.device("cpu"), policy=Policy(parity=1, group=2))
     saved = tensors(10, Shard(0))
     checkpoints.save(10, saved, {"step": 10})
     checkpoints.close()  # the copy in memory goes with it
@@ -326,6 +330,80 @@ def memory_serves_what_the_disk_lost(folder: Path) -> None:
         assert torch.equal(tensor, expected[name]), name
     dist.barrier()
     checkpoints.close()
+
+
+def as_two_hosts(folder: Path, policy: Policy | None = None) -> Checkpoints:
+    """Every rank as if it had a host of its own, with its own memory."""
+    memory = folder / f"host-{dist.get_rank()}"
+    made = Checkpoints(open_store(str(folder / "far")), 2, torch.device("cpu"), staging=memory, policy=policy)
+    book = PrefixStore(f"hosts-{len(list(folder.glob('opened-*')))}", dist.distributed_c10d._get_default_store())
+    made.meet_neighbours(book, 0, "127.0.0.1")
+    dist.barrier()
+    (folder / f"opened-{dist.get_rank()}-{time.time_ns()}").touch()
+    dist.barrier()
+    return made
+
+
+def a_lost_host_is_served_from_anothers_memory(folder: Path) -> None:
+    """Rank 1's host is gone with all its memory, and the far store has lost its packs: rank 0's host has them."""
+    folder = folder / "hosts"
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    checkpoints = as_two_hosts(folder)
+    saved = tensors(10, Shard(0))
+    checkpoints.save(10, saved, {"step": 10})
+    outcome = checkpoints.save(20, tensors(20, Shard(0)), {"step": 20})
+    assert not outcome.trouble, outcome.trouble
+    mine = folder / f"host-{dist.get_rank()}"
+    names = sorted(path.name[9:] for path in (mine / "step-00000020").iterdir())
+    assert names == ["000000.pack", "000001.pack"], "its own and a copy of the other's"
+    copies = {path.name[9:] for path in mine.glob("step-00000010/*")} - {f"{dist.get_rank():06d}.pack"}
+    assert not copies, "the newest only"
+    # Both processes die without a word: nothing is withdrawn. One host is replaced by an empty one.
+    checkpoints._saver.neighbours.close()  # type: ignore[union-attr]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "host-1")
+        for pack in (folder / "far" / "step-00000020").glob("*.pack"):
+            pack.unlink()
+    dist.barrier()
+    again = as_two_hosts(folder)
+    read = tensors(99, Shard(1))
+    again.load(20, read)
+    expected = whole(tensors(20, Shard(0)))
+    for name, tensor in whole(read).items():
+        assert torch.equal(tensor, expected[name]), name
+    (source,) = again.read_from
+    assert source.startswith("peer ") if dist.get_rank() == 1 else source == str(folder / "host-0"), source
+    dist.barrier()
+    again.close()
+    checkpoints.close()
+
+
+def the_hosts_own_disk_serves_what_the_store_lost(folder: Path) -> None:
+    near = folder / "near"
+
+    def opened() -> Checkpoints:
+        return open_checkpoints(folder / "away", 2, torch.device("cpu"), policy=Policy(near=near))
+
+    checkpoints = opened()
+    checkpoints.save(10, tensors(10, Shard(0)), {})
+    checkpoints.save(20, tensors(20, Shard(0)), {})
+    checkpoints.close()  # the copies in memory go with it
+    assert sorted(path.name[9:] for path in near.glob("*/*")) == ["000000.pack", "000001.pack"], "the newest only"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for pack in (folder / "away" / "step-00000020").glob("*.pack"):
+            pack.unlink()
+    dist.barrier()
+    again = opened()
+    read = tensors(99, Shard(1))
+    again.load(20, read)
+    expected = whole(tensors(20, Shard(0)))
+    for name, tensor in whole(read).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert list(again.read_from) == [str(near)]
+    again.close()
 
 
 def what_is_not_finite_is_set_aside(folder: Path) -> None:
@@ -394,6 +472,8 @@ CASES: dict[int, tuple[Case, ...]] = {
         a_flipped_bit_is_found_by_all,
         a_lost_pack_is_mended_from_parity,
         memory_serves_what_the_disk_lost,
+        a_lost_host_is_served_from_anothers_memory,
+        the_hosts_own_disk_serves_what_the_store_lost,
         what_is_not_finite_is_set_aside,
         a_save_that_fails_on_one_rank_is_given_up_on_all,
         in_the_background,

@@ -17,7 +17,7 @@ from danlu.storage.checkpoint.compare import numbers, read_bits
 from danlu.storage.checkpoint.copying import copy
 from danlu.storage.checkpoint.manifest import MANIFEST
 from danlu.storage.checkpoint.reader import Reader
-from danlu.storage.checkpoint.saver import Protection
+from danlu.storage.checkpoint.saver import Policy
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.local_store import LocalStore
 from danlu.storage.store import open_store
@@ -147,7 +147,7 @@ def test_verify_goes_on_after_a_missing_leaf_and_a_short_pack(tmp_path: Path, da
 
 def test_what_parity_reaches_is_mended(tmp_path: Path, danlu: Danlu) -> None:
     store = open_store(str(tmp_path))
-    checkpoints = Checkpoints(store, 1, torch.device("cpu"), staging=tmp_path / "shm", protection=Protection(parity=1))
+    checkpoints = Checkpoints(store, 1, torch.device("cpu"), staging=tmp_path / "shm", policy=Policy(parity=1))
     checkpoints.save(5, {"model.w": torch.arange(100.0)}, {})
     checkpoints.close()
     folder = tmp_path / "step-00000005"

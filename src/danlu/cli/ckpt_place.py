@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from danlu.report.runs import find_run, is_run
 from danlu.spec import RunFolder
 from danlu.storage.checkpoint.copying import Occupied
+from danlu.storage.checkpoint.home import open_home
 from danlu.storage.checkpoint.inventory import Entry, inventory
 from danlu.storage.checkpoint.manifest import Damaged
 from danlu.storage.checkpoint.reader import Reader
@@ -89,7 +90,7 @@ def find_place(name: str, runs: Path, settings: list[str] | None = None, *, new:
         return Place(where, _opened(where, settings), step)
     for path in (runs / where, Path(where)):
         if path.is_dir() and is_run(path):
-            return Place(where, open_store(str(RunFolder(path).checkpoints)), step)
+            return Place(where, open_home(RunFolder(path)), step)
     folder = Path(where)
     if folder.is_dir() and (last := _STEP_FOLDER.match(folder.resolve().name)) and step is None:
         return Place(str(folder.parent), open_store(str(folder.resolve().parent)), int(last[1]))

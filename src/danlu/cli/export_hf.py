@@ -41,6 +41,7 @@ def export_hf(
     from danlu.framework.hf_config import CONFIG
     from danlu.framework.weights import parameter_shapes
     from danlu.storage.checkpoint.checkpoints import open_checkpoints
+    from danlu.storage.checkpoint.home import home_of
 
     name, step = step_of(run)
     found = find_run(name, folder)
@@ -50,7 +51,8 @@ def export_hf(
         hint = "save it from Python: danlu.Checkpointer reads its checkpoints into any layout"
         raise SpecError([_run_problem(run, message, hint)])
     model = recipe.model
-    checkpoints = open_checkpoints(found.checkpoints, recipe.checkpoint.keep, torch.device("cpu"))
+    where, options = home_of(found, recipe.checkpoint)
+    checkpoints = open_checkpoints(where, recipe.checkpoint.keep, torch.device("cpu"), options=options)
     chosen = choose_step(name, step, checkpoints.shelf.steps())
     shapes = parameter_shapes(model)
 

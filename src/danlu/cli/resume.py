@@ -11,8 +11,8 @@ from danlu.cli.prepare import RUNS
 from danlu.cli.train import resumed_run, train_run
 from danlu.report.runs import find_run
 from danlu.spec import RunFolder, load_plan
+from danlu.storage.checkpoint.home import open_home
 from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.store import open_store
 
 
 def resume(
@@ -34,8 +34,8 @@ def resume(
 
 def _refuse_without_checkpoint(run: RunFolder) -> None:
     """Without a checkpoint a run would start anew, which is not what was asked for."""
-    shelf = Shelf(open_store(str(run.checkpoints)), keep=1)
     with told_plainly():
+        shelf = Shelf(open_home(run), keep=1)
         if shelf.steps():
             return
         there = [f"step {step} is set aside" for step in shelf.quarantined()]

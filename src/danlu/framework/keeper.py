@@ -4,17 +4,22 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from danlu.framework.state import TrainState
 from danlu.spec.event import Event, Rehearsed, Resumed, Saved, Warned
 from danlu.spec.recipe import Checkpoint
-from danlu.storage.checkpoint.checkpoints import Checkpoints
+from danlu.storage.checkpoint.checkpoints import Checkpoints, Proof
 from danlu.storage.checkpoint.commit import SaveFailed
 from danlu.storage.checkpoint.manifest import Damaged
+from danlu.storage.checkpoint.reader import Unreadable
 from danlu.storage.checkpoint.rehearsal import rehearse
 from danlu.storage.checkpoint.saver import Outcome
+
+PAUSES = (2.0, 10.0)
+"""Seconds between tries to read a checkpoint whose store fails."""
 
 
 @dataclass
@@ -26,6 +31,8 @@ class Keeper:
     rank: int
     world: int
     write: Callable[[Event], None]
+    failures: int = field(default=0, init=False)
+    """Saves in a row that did not come about."""
     newest: int | None = field(default=None, init=False)
     """Newest step that is known to be saved."""
 
@@ -33,7 +40,7 @@ class Keeper:
         """Go on from the newest checkpoint that is whole; a damaged one is set aside, and the one before it taken."""
         while (step := self.checkpoints.latest()) is not None:
             try:
-                scalars, proof = self.checkpoints.load(step, state.tensors())
+                scalars, proof = self._load(step, state)
             except Damaged as error:
                 self._warn(f"{error}; it is set aside, and the checkpoint before it is taken")
                 if self.rank == 0:
@@ -54,6 +61,18 @@ class Keeper:
             )  # fmt: skip
             return True
         return False
+
+    def _load(self, step: int, state: TrainState) -> tuple[dict[str, Any], Proof]:
+        """Load a checkpoint; a store that fails is asked again, since it says nothing about what it holds."""
+        for pause in (*PAUSES, None):
+            try:
+                return self.checkpoints.load(step, state.tensors())
+            except Unreadable as error:
+                if pause is None:
+                    raise Unreadable(f"{error}; resume when the store answers: step {step} may be whole") from None
+                self._warn(f"{error}; trying again in {pause:g} s")
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
 
     def rehearse(self, state: TrainState, *, first_on_host: bool, between_failures: float | None) -> None:
         """Before the first step, see that saves can be made, and tell what they cost; raises `NotReady` if not."""
@@ -78,6 +97,11 @@ class Keeper:
         else:
             return False
         return True
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether so many saves in a row have failed that the run is to stop."""
+        return 0 < self.settings.stop_after <= self.failures
 
     def settle(self) -> None:
         """Wait until the state may change: what is being copied must not."""
@@ -105,8 +129,13 @@ class Keeper:
     def _ended(self, outcome: Outcome) -> None:
         if outcome.failure:
             since = f"the newest is of step {self.newest}" if self.newest else "there is none yet"
-            self._warn(f"the checkpoint of step {outcome.step} did not come about: {outcome.failure}; {since}")
+            self.failures += 1
+            row = f"; {self.failures} in a row have failed" if self.failures > 1 else ""
+            limit = f", the run stops after {self.settings.stop_after}" if row and self.settings.stop_after else ""
+            message = f"the checkpoint of step {outcome.step} did not come about: {outcome.failure}; {since}"
+            self._warn(f"{message}{row}{limit}")
             return
+        self.failures = 0
         if outcome.trouble:
             self._warn(f"step {outcome.step} is saved, but {outcome.trouble}")
         self.newest = outcome.step

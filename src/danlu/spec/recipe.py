@@ -132,18 +132,32 @@ class Precision(Description):
 
 
 class Checkpoint(Description):
-    """When to save, and how many to keep."""
+    """When to save, where to, how many to keep, and what a failing store may cost."""
 
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves only at the end of the run."""
     keep: Count = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; older ones go once a newer one was written and read back whole."""
+    store: str = ""
+    """A folder or `s3://bucket/prefix` to save to, under the run's name; the run's own folder if left out."""
+    options: dict[str, str] = Field(default_factory=dict)
+    """Of an `s3://` store: `endpoint`, `region`, timeouts. Credentials are found where the AWS tools look."""
+    near: str = ""
+    """A folder on each host's own disk for a second copy of what its ranks saved last, read before `store`."""
+    peers: bool = False
+    """Whether a copy of what a host saved last goes to another host's memory too, and is read before any disk."""
     parity: int = Field(default=0, ge=0, le=4)
     """How many of every `group` ranks' files may be lost or rotten and are still read; each costs a file's room."""
     group: int = Field(default=8, ge=1, le=128)
     """Files that are protected together."""
     scrub: float = Field(default=24.0, ge=0)
     """Hours after which kept checkpoints are read again in idle time, to find rot while it can be mended; 0 never."""
+    retries: int = Field(default=2, ge=0, le=8)
+    """Further tries of what a store refuses: after 1 s, 4 s, 16 s and so on."""
+    bandwidth: float = Field(default=0.0, ge=0)
+    """Megabytes a second that a rank may write to `store` while training goes on; 0 is as fast as it takes them."""
+    stop_after: int = Field(default=0, ge=0)
+    """Saves in a row that may fail before the run stops; 0 trains on without."""
 
 
 class Recipe(Description):

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from danlu.storage.checkpoint.commit import SaveFailed, folder_of
 from danlu.storage.checkpoint.manifest import Damaged
+from danlu.storage.checkpoint.neighbours import Book, Neighbours, hosts_of
 from danlu.storage.checkpoint.pieces import Piece, assigned, pieces_of, words_of
 from danlu.storage.checkpoint.ranks import Ranks
-from danlu.storage.checkpoint.reader import Reader
+from danlu.storage.checkpoint.reader import Reader, Unreadable
 from danlu.storage.checkpoint.restore import fill
-from danlu.storage.checkpoint.saver import SLOTS, Outcome, Protection, Save, Saver
+from danlu.storage.checkpoint.saver import SLOTS, Outcome, Policy, Save, Saver
 from danlu.storage.checkpoint.scrub import Scrubber
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.checkpoint.staging import PackPlan
@@ -62,7 +63,7 @@ class Checkpoints:
         staging: Path,
         layout: Mapping[str, int] | None = None,
         patience: float = PATIENCE,
-        protection: Protection | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """`device` is where small agreements between ranks are made, `staging` a folder in this host's memory."""
         self.store = store
@@ -73,8 +74,11 @@ class Checkpoints:
         """What was found damaged in one place while loading, and taken from another."""
         self.ranks = Ranks(device)
         """All that save and load together."""
+        self.read_from: Mapping[str, int] = {}
+        """Bytes of the last load on this rank, by the store they came from."""
         self._scrubber: Scrubber | None = None
-        self._saver = Saver(store, self.shelf, staging, self.ranks.rank, patience, protection or Protection())
+        self._staging = staging
+        self._saver = Saver(store, keep, staging, self.ranks.rank, patience, policy or Policy())
 
     def latest(self) -> int | None:
         """The newest complete and finite checkpoint, or None; rank 0 looks, as another rank's file system may lag."""
@@ -154,12 +158,24 @@ class Checkpoints:
                 raise SaveFailed(f"{self.store.name} must take a save within {self.patience:g} s, but did not")
             time.sleep(_POLL)
         self._retire(min(proven for (proven,) in self.ranks.gather([self._saver.proven])))
+        self._saver.finish_retiring()
+        self.ranks.any(False)  # old ones are gone for every rank
 
     def scrub(self, seconds: float) -> None:
         """From now on, once in so many seconds, read this rank's share of kept checkpoints again in idle time."""
         busy, tell = (lambda: self._saver.busy), (lambda line: self._saver.notices.append(line))
         self._scrubber = Scrubber(self.shelf, self.ranks.rank, self.ranks.world, seconds, busy, tell)
         self._scrubber.start()
+
+    def meet_neighbours(self, book: Book, local_rank: int, address: str) -> None:
+        """From now on, keep copies in another host's memory and read from any; `address` is this host's own."""
+        host, hosts = hosts_of([local for (local,) in self.ranks.gather([local_rank])], self.ranks.rank)
+        if hosts < 2:
+            self._saver.notices.append(
+                "`checkpoint.peers` asks for copies in another host's memory, but this is the only"
+            )
+            return
+        self._saver.neighbours = Neighbours(book, self._staging, host, hosts, address, leader=local_rank == 0)
 
     def notices(self) -> list[str]:
         """What there is to tell since this was last asked, beside how saves ended."""
@@ -172,18 +188,28 @@ class Checkpoints:
         """Fill `tensors` in place, whatever layout wrote them; the scalars, and the proof that bits are equal.
 
         Every chunk read is checked against the hash taken when it was saved. Raises `Damaged` on all ranks if one
-        is not right on any.
+        is not right on any, and `Unreadable` if the store could not be asked: it may be another time.
         """
         mine = self._pieces(tensors)
-        failure = ""
+        if self._saver.neighbours is not None:
+            self._saver.neighbours.announce(step)
+            self.ranks.any(False)  # all have told before anyone asks
+        damaged, unread = "", ""
         try:
             reader = Reader(self.store, step, self._saver.copies)
             sums = fill(reader, tensors, mine, on_bytes)
             self.mended += reader.mended
-        except (Damaged, OSError, EOFError) as error:  # the others wait: they must hear of it
-            failure = str(error)
-        if self.ranks.any(bool(failure)):
-            raise Damaged(failure or f"{self.store.name}/{folder_of(step)} is damaged where another rank read it")
+            self.read_from = reader.read_from
+        except (Damaged, EOFError) as error:  # the others wait: they must hear of it
+            damaged = str(error)
+        except OSError as error:
+            unread = str(error)
+        any_damaged, any_unread = self.ranks.any_of([bool(damaged), bool(unread)])
+        where = f"{self.store.name}/{folder_of(step)}"
+        if any_damaged:
+            raise Damaged(damaged or f"{where} is damaged where another rank read it")
+        if any_unread:
+            raise Unreadable(unread or f"{where} cannot be read by another rank")
         proof = self._prove(reader, tensors, sums)
         if not reader.mended:
             self._saver.proven = step
@@ -251,16 +277,26 @@ def open_checkpoints(
     keep: int,
     device: torch.device,
     layout: Mapping[str, int] | None = None,
-    protection: Protection | None = None,
+    policy: Policy | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Checkpoints:
     """The checkpoints in a folder or object store, with a staging folder of their own in this host's memory."""
     name = str(where) if "://" in str(where) else str(Path(where).resolve())
     staging = staging_folder(name)
-    return Checkpoints(open_store(name), keep, device, staging=staging, layout=layout, protection=protection)
+    return Checkpoints(open_store(name, options), keep, device, staging=staging, layout=layout, policy=policy)
 
 
 def staging_folder(where: str) -> Path:
     """Where the buffers of this store's saves lie: in memory, found again by the next process that saves there."""
     memory = Path("/dev/shm")
     root = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    return root / f"danlu-{os.getuid()}" / blake2b(where.encode(), digest_size=8).hexdigest()
+    return root / f"danlu-{os.getuid()}" / _short(where)
+
+
+def near_folder(root: str, where: str) -> Path:
+    """Where copies of this store's saves lie on a host's own disk, below `root`."""
+    return Path(root).expanduser().resolve() / _short(where)
+
+
+def _short(where: str) -> str:
+    return blake2b(where.encode(), digest_size=8).hexdigest()

@@ -53,14 +53,20 @@ class Stored:
         )
 
 
+class Unreadable(OSError):  # noqa: N818 - it is what the checkpoint is at present
+    """A store could not be asked for a checkpoint; what it holds may well be right."""
+
+
 @dataclass(frozen=True)
 class Fault:
-    """Something of a checkpoint that is not as it was written."""
+    """Something of a checkpoint that is not as it was written, or could not be read."""
 
     tensor: str
     """Whose bytes are concerned; several names are joined by commas, none is empty."""
     file: str
     message: str
+    passing: bool = False
+    """Whether it may be otherwise another time: the store failed, and nothing is known of what it holds."""
 
 
 class Take(Protocol):
@@ -105,10 +111,11 @@ class Reader:
 
     def fetch(self, chunks: Sequence[Stored], take: Take, on_bytes: Callable[[int], None] = lambda done: None) -> None:
         """Read chunks, several runs at a time, and hand each to `take`; `Damaged` names those that are not right."""
-        wrong = [fault.message for fault in self.faults(chunks, take, on_bytes)]
+        wrong = self.faults(chunks, take, on_bytes)
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise Damaged("; ".join(wrong[:5]) + more)
+            message = "; ".join(fault.message for fault in wrong[:5]) + more
+            raise Unreadable(message) if all(fault.passing for fault in wrong) else Damaged(message)
 
     def faults(
         self, chunks: Sequence[Stored], take: Take = only_hash, on_bytes: Callable[[int], None] = lambda done: None
@@ -171,7 +178,8 @@ class Reader:
         except (OSError, EOFError) as error:
             names = ", ".join(sorted({stored.name for stored in run}))
             message = f"{store.name}/{path} cannot be read from byte {start} to {end}: {error}"
-            return dict.fromkeys(run, Fault(names, path, message))
+            passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+            return dict.fromkeys(run, Fault(names, path, message, passing))
         wrong = {}
         for stored in run:
             at = stored.chunk.at - start

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,14 @@ from danlu.storage.checkpoint.commit import SaveFailed, await_leaf, commit, fold
 from danlu.storage.checkpoint.copying import pack_is_right
 from danlu.storage.checkpoint.drain import parts, weigh
 from danlu.storage.checkpoint.manifest import MANIFEST, Chunk, Damaged, Leaf, open_manifest, twin_of
+from danlu.storage.checkpoint.neighbours import Neighbours
 from danlu.storage.checkpoint.parity_packs import Member, group_kept_by, write_parity, writers_of
 from danlu.storage.checkpoint.reader import chunks_of
 from danlu.storage.checkpoint.shelf import Shelf
 from danlu.storage.checkpoint.slots import Slot, Slots
 from danlu.storage.checkpoint.staging import PackPlan, stage
 from danlu.storage.local_store import LocalStore
+from danlu.storage.persistent_store import PersistentStore
 from danlu.storage.store import Store
 
 SLOTS = 2
@@ -45,11 +47,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Protection:
-    """Of every `group` packs `parity` may be lost or rotten, and are still read."""
+class Policy:
+    """What saves may cost, and what they are to survive."""
 
     parity: int = 0
+    """Of every `group` packs so many may be lost or rotten, and are still read."""
     group: int = 8
+    retries: int = 0
+    """Further tries of what the store refuses."""
+    bandwidth: float = 0.0
+    """Bytes a second that this rank may write; 0 is no limit."""
+    near: Path | None = None
+    """A folder on this host's own disk for a copy of the newest packs."""
 
 
 @dataclass
@@ -74,16 +83,23 @@ class Save:
 class Saver:
     """Takes one save after the other off the training's hands."""
 
-    def __init__(
-        self, store: Store, shelf: Shelf, staging: Path, rank: int, patience: float, protection: Protection
-    ) -> None:
-        self.store = store
-        self.shelf = shelf
+    def __init__(self, store: Store, keep: int, staging: Path, rank: int, patience: float, policy: Policy) -> None:
+        self.notices: list[str] = []
+        """What is to be told, beside how saves ended."""
+        self._closing = False
+        self.store = PersistentStore(
+            store, policy.retries, policy.bandwidth, lambda: self._closing, lambda line: self.notices.append(line)
+        )
+        self.shelf = Shelf(self.store, keep)
         self.patience = patience
-        self.protection = protection
+        self.policy = policy
         self.slots = Slots(staging, rank, SLOTS)
         self.memory = LocalStore(staging)
         """This host's memory, where the newest saves of its ranks can be read."""
+        self.near = LocalStore(policy.near) if policy.near is not None else None
+        """This host's own disk, with a copy of them."""
+        self.neighbours: Neighbours | None = None
+        """Other hosts' memory, with copies too."""
         self._staging = staging
         self._pools = [
             ThreadPoolExecutor(1, thread_name_prefix=f"danlu-{name}") for name in ("stage", "drain", "weigh")
@@ -100,8 +116,6 @@ class Saver:
         self._retiring: Future[None] | None = None
         self.proven = -1
         """Newest step whose part of this rank is known to be whole: read back after it was written, or loaded."""
-        self.notices: list[str] = []
-        """What is to be told, beside how saves ended."""
         self._lock = threading.Lock()
 
     @property
@@ -148,20 +162,23 @@ class Saver:
             self._given_up |= gone
             self._failed -= gone
 
-    def copies(self, path: str) -> Iterable[Store]:
-        """Stores nearer than the shared one that hold a file."""
-        try:
-            return (self.memory,) if self.memory.size(path) else ()
-        except OSError:
-            return ()
+    def copies(self, path: str) -> Iterator[Store]:
+        """Stores nearer than the shared one that hold a file, the nearest first."""
+        for store in (self.memory, *(self.neighbours.holders(path) if self.neighbours else ()), self.near):
+            try:
+                if store is not None and store.size(path):
+                    yield store
+            except OSError:
+                continue
 
     def close(self) -> None:
-        """End the threads, after what is being deleted, and give the memory back."""
-        if self._retiring is not None:
-            wait([self._retiring], timeout=self.patience)
+        """End the threads and give the memory back."""
+        self._closing = True
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.slots.close()
+        if self.neighbours is not None:
+            self.neighbours.close()
 
     def _stage(self, save: Save, tensors: Mapping[str, Tensor]) -> None:
         try:
@@ -204,7 +221,7 @@ class Saver:
             finite=weighed.finite,
             tensors=weighed.tensors,
         )
-        twins = bool(self.protection.parity)
+        twins = bool(self.policy.parity)
         text = commit(self.store, leaf, save.world, save.root, self.patience, self._stopped(save), twins=twins)
         save.seconds = time.perf_counter() - save.began
         return self._afterwards(save, leaf, text)
@@ -213,7 +230,7 @@ class Saver:
         """What is due once a checkpoint counts; what of it went wrong: the checkpoint is there all the same."""
         troubles = []
         try:
-            if self.protection.parity:
+            if self.policy.parity:
                 if manifest is not None:
                     self.store.write(f"{folder_of(save.step)}/{twin_of(MANIFEST)}", [manifest])
                 self._protect(save)
@@ -227,7 +244,35 @@ class Saver:
                 self.proven = save.step
         except (OSError, EOFError, Damaged) as error:
             troubles.append(f"is not proven to be whole, so that older ones are kept: {type(error).__name__}: {error}")
-        return "; ".join(troubles)
+        return "; ".join(troubles + self._copy_nearby(save, leaf))
+
+    def _copy_nearby(self, save: Save, leaf: Leaf) -> list[str]:
+        """Keep this rank's part on the host's own disk and in another host's memory; what went wrong."""
+        path, content, troubles = f"{folder_of(save.step)}/{leaf.pack}", parts(save.slot.view, leaf.bytes), []
+        if not leaf.bytes:
+            return []
+        try:
+            if self.near is not None:
+                self.near.write(path, content)
+                self._clear_near(save)
+        except OSError as error:
+            troubles.append(f"has no copy on this host's disk: {type(error).__name__}: {error}")
+        try:
+            if self.neighbours is not None:
+                self.neighbours.push(path, content)
+        except (OSError, EOFError, RuntimeError) as error:  # the book of the ranks raises RuntimeErrors of its own
+            troubles.append(f"has no copy in another host's memory: {type(error).__name__}: {error}")
+        return troubles
+
+    def _clear_near(self, save: Save) -> None:
+        """Take this rank's older packs off the host's disk, and those of ranks that are no more."""
+        assert self.near is not None
+        for folder in self.near.list():
+            if folder < folder_of(save.step):
+                for name in self.near.list(folder):
+                    writer = name.removesuffix(".pack").rpartition("-")[2]
+                    if writer.isdecimal() and (int(writer) == save.rank or int(writer) >= save.world):
+                        self.near.remove(f"{folder}/{name}")
 
     def _is_read_back(self, save: Save, leaf: Leaf) -> bool:
         """Whether the store has what was staged: read again, and written once more from memory if not; else raises."""
@@ -247,6 +292,11 @@ class Saver:
             self._retired = proven
             self._retiring = self._drainer.submit(self._retire, proven)
 
+    def finish_retiring(self) -> None:
+        """Wait for what is being deleted, with patience but not for ever."""
+        if self._retiring is not None:
+            wait([self._retiring], timeout=self.patience)
+
     def _retire(self, proven: int) -> None:
         try:
             self.shelf.retire(proven)
@@ -262,16 +312,16 @@ class Saver:
 
     def _protect(self, save: Save) -> None:
         """Write the parity of the group that is this rank's to keep, if one is."""
-        group = group_kept_by(save.rank, save.world, self.protection.group)
+        group = group_kept_by(save.rank, save.world, self.policy.group)
         if group is None:
             return
         leaves = [
             await_leaf(self.store, save.step, save.attempt, writer, self.patience, self._stopped(save))
-            for writer in writers_of(group, save.world, self.protection.group)
+            for writer in writers_of(group, save.world, self.policy.group)
         ]
         members = tuple(Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in leaves if leaf.bytes)
         if members:
-            write_parity(self.store, save.step, save.attempt, group, members, self.protection.parity)
+            write_parity(self.store, save.step, save.attempt, group, members, self.policy.parity)
 
     def _stopped(self, save: Save) -> Callable[[], bool]:
         return lambda: save.attempt in self._given_up
