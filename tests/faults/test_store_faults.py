@@ -25,7 +25,7 @@ model = {{{{ base = "tiny-llama", vocabulary = 264 }}}}
 data.shards = "shards"
 batch = {{{{ sequences = 8, length = 64 }}}}
 schedule.kind = "constant"
-checkpoint = {{{{ every = {EVERY}, keep = 2 }}}}
+checkpoint = {{{{ every = {EVERY}, keep = 2, retries = 0 }}}}
 """
 
 
