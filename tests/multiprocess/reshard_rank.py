@@ -120,7 +120,7 @@ def main() -> None:
     chosen = {model: QUICK[model] if sys.argv[5] == "quick" else tuple(LAYOUTS[model]) for model in LAYOUTS}
     torch.set_num_threads(1)
     me = Rank(rank, processes, port, folder)
-    unresumed: dict[str, float] = {}
+    progress, unresumed = folder / "progress", dict[str, float]()
     resumed: dict[str, float] = {}
     for model, names in chosen.items():
         made = recipe(model, str(folder / "shards"), {"balance": "bias"} if model == "tiny-moe" else {})
@@ -145,6 +145,8 @@ def main() -> None:
                 assert trained.state.optimizer.state, "the optimiser was compared too"
                 trained.state.restore(scalars)
                 resumed[f"{model}: {other} → {name}"] = trained.until(SAVED + 1)[-1]
+                if rank == 0:
+                    progress.write_text(str(len(resumed)))
 
         for name in names:
             me.within(LAYOUTS[model][name].degrees.world, lambda name=name: save(name))  # type: ignore[misc]

@@ -8,11 +8,15 @@ Every change tries a sample of layouts; all ordered pairs of twenty by
 import json
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
 from reshard_rank import LAYOUTS, QUICK
+from rich.console import Console
+from rich.progress import Progress
 
 RANK = Path(__file__).parent / "reshard_rank.py"
 
@@ -53,7 +57,14 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         make_shards(Path(folder))
-        every = compare(Path(folder), "all")
+        with ThreadPoolExecutor(1) as pool, Progress(console=Console(stderr=True)) as bar:
+            comparing = pool.submit(compare, Path(folder), "all")
+            task = bar.add_task("ordered pairs", total=sum(len(names) ** 2 for names in LAYOUTS.values()))
+            while not comparing.done():
+                told = Path(folder) / "progress"
+                bar.update(task, completed=int(told.read_text() or 0) if told.exists() else 0)
+                time.sleep(0.5)
+            every = comparing.result()
     wrong = differing(every)
     print("\n".join(wrong))
     print(json.dumps({"pairs": len(every["resumed"]), "layouts": sum(map(len, LAYOUTS.values())), "wrong": len(wrong)}))

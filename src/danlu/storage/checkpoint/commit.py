@@ -116,7 +116,8 @@ def _await(
     store: Store, path: str, kind: type[Leaf] | type[Node], patience: float, stop: Callable[[], bool]
 ) -> tuple[bytes, Leaf | Node]:
     """A file that another writer is about to write."""
-    deadline, wait = time.monotonic() + patience, _FIRST_WAIT
+    began = time.monotonic()
+    deadline = began + patience
     while True:
         try:
             text = store.read(path)
@@ -131,5 +132,5 @@ def _await(
                     f"{store.name}/{path} must come from another rank within {patience:g} s, but did not; "
                     "that rank has failed, or its store is slow"
                 ) from None
-        time.sleep(wait)
-        wait = min(2 * wait, _LONGEST_WAIT)
+        # A twentieth of what was waited already: neither a store that is asked all the time, nor a save that idles.
+        time.sleep(min(max(_FIRST_WAIT, (time.monotonic() - began) / 20), _LONGEST_WAIT))
