@@ -47,7 +47,6 @@ from danlu.spec.event import PeakSource
 from danlu.spec.recipe import Checkpoint, has_experts
 from danlu.storage.checkpoint.checkpoints import Checkpoints, near_folder, open_checkpoints
 from danlu.storage.checkpoint.home import home_of
-from danlu.storage.checkpoint.neighbours import own_address
 from danlu.storage.checkpoint.saver import Policy
 from danlu.storage.order import Ints
 from danlu.storage.training_data import TrainingData
@@ -108,7 +107,7 @@ def _train(
     saves = recipe.checkpoint
     checkpoints = _checkpoints(run, saves, mesh)
     if saves.peers:
-        checkpoints.meet_neighbours(PrefixStore("checkpoints", book), place.local_rank, own_address(place.store))
+        checkpoints.meet_neighbours(PrefixStore("checkpoints", book), place.local_rank, place.store)
     early: list[Event] = []  # told after `started`, which has the step that is found here
     keeper = Keeper(checkpoints, recipe.checkpoint, mesh.rank, mesh.plan.degrees.world, early.append)
     if not keeper.resume(state) and recipe.weights:

@@ -337,7 +337,7 @@ def as_two_hosts(folder: Path, policy: Policy | None = None) -> Checkpoints:
     memory = folder / f"host-{dist.get_rank()}"
     made = Checkpoints(open_store(str(folder / "far")), 2, torch.device("cpu"), staging=memory, policy=policy)
     book = PrefixStore(f"hosts-{len(list(folder.glob('opened-*')))}", dist.distributed_c10d._get_default_store())
-    made.meet_neighbours(book, 0, "127.0.0.1")
+    made.meet_neighbours(book, 0, "127.0.0.1:9")
     dist.barrier()
     (folder / f"opened-{dist.get_rank()}-{time.time_ns()}").touch()
     dist.barrier()

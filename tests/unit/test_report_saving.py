@@ -47,7 +47,7 @@ def test_a_resume_is_shown_once_with_its_proof(run: RunFolder) -> None:
     ]
     assert lines[5] == (
         "a checkpoint has 3.0 GiB and takes about 12 s in the background (256.0 MiB/s); training waits about 250 ms "
-        "for it; 1.0 TiB are free; at this machine's failure rate save every 30 min"
+        "for it; 1.0 TiB are free in the store; at this machine's failure rate save every 30 min"
     )
     assert len(lines) == 7 and "saved" not in lines[6], "the save of the start before is history"
 

@@ -80,7 +80,7 @@ class Keeper:
         self.write(
             Rehearsed(
                 time=time.time(), bytes=found.bytes, seconds=found.seconds, stall=found.stall, free=found.free,
-                bandwidth=found.bandwidth,
+                bandwidth=found.bandwidth, memory=found.memory,
                 interval=None if between_failures is None else found.interval(between_failures),
             )
         )  # fmt: skip

@@ -44,8 +44,10 @@ def rehearsal_words(event: Rehearsed) -> str:
         f"a checkpoint has {wording.size(event.bytes)} and takes about {short(event.seconds)} in the background "
         f"({wording.size(event.bandwidth)}/s); training waits about {short(event.stall)} for it"
     )
+    if event.memory:
+        words += f"; {wording.size(event.memory)} of host memory are kept for it"
     if event.free is not None:
-        words += f"; {wording.size(event.free)} are free"
+        words += f"; {wording.size(event.free)} are free in the store"
     if event.interval is not None:
         words += f"; at this machine's failure rate save every {wording.duration(event.interval)}"
     return words

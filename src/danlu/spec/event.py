@@ -103,7 +103,9 @@ class Rehearsed(Description):
     stall: float
     """Seconds the training will wait, at the speed its tensors were copied with."""
     bandwidth: float
-    """Bytes a second that all hosts wrote together."""
+    """Bytes a second that all hosts wrote together, or may write where `checkpoint.bandwidth` allows less."""
+    memory: int = 0
+    """Bytes of host memory that saves keep, over all hosts."""
     free: int | None = None
     """Bytes left in the store; None where nobody can tell."""
     interval: float | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from danlu.storage.checkpoint.commit import SaveFailed, folder_of
 from danlu.storage.checkpoint.manifest import Damaged
-from danlu.storage.checkpoint.neighbours import Book, Neighbours, hosts_of
+from danlu.storage.checkpoint.neighbours import Book, Neighbours, hosts_of, own_address
 from danlu.storage.checkpoint.pieces import Piece, assigned, pieces_of, words_of
 from danlu.storage.checkpoint.ranks import Ranks
 from danlu.storage.checkpoint.reader import Reader, Unreadable
@@ -167,14 +167,28 @@ class Checkpoints:
         self._scrubber = Scrubber(self.shelf, self.ranks.rank, self.ranks.world, seconds, busy, tell)
         self._scrubber.start()
 
-    def meet_neighbours(self, book: Book, local_rank: int, address: str) -> None:
-        """From now on, keep copies in another host's memory and read from any; `address` is this host's own."""
+    @property
+    def policy(self) -> Policy:
+        """What saves may cost, and what they are to survive."""
+        return self._saver.policy
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether another host's memory keeps a copy of what this one saved last."""
+        return self._saver.neighbours is not None
+
+    def meet_neighbours(self, book: Book, local_rank: int, meeting_point: str) -> None:
+        """From now on, keep copies in another host's memory and read from any.
+
+        `meeting_point` is `host:port` where the ranks of the run met: over that network copies go, too.
+        """
         host, hosts = hosts_of([local for (local,) in self.ranks.gather([local_rank])], self.ranks.rank)
         if hosts < 2:
             self._saver.notices.append(
                 "`checkpoint.peers` asks for copies in another host's memory, but this is the only"
             )
             return
+        address = own_address(meeting_point)
         self._saver.neighbours = Neighbours(book, self._staging, host, hosts, address, leader=local_rank == 0)
 
     def notices(self) -> list[str]:

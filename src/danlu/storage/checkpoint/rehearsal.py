@@ -40,8 +40,10 @@ class Rehearsal:
     stall: float
     """Seconds the training will wait: those of the slowest rank's copy."""
     bandwidth: float
-    """Bytes a second of all hosts together."""
+    """Bytes a second of all hosts together, or what they may write."""
     free: int | None
+    memory: int = 0
+    """Bytes of host memory that saves keep, over all hosts: buffers, and copies for other hosts."""
 
     def interval(self, between_failures: float) -> float:
         """Seconds between saves that lose least to failures, by Young (1974); never less than a save takes."""
@@ -79,7 +81,10 @@ def rehearse(checkpoints: Checkpoints, tensors: Mapping[str, Tensor], *, first_o
     micros, failed = _over_ranks([round(stall * 1e6), bool(failure)], dist.ReduceOp.MAX, checkpoints.ranks.device)
     if failed:
         raise NotReady(failure or f"another rank cannot save to {store.name}; its log says why")
-    return Rehearsal(total, total / max(bandwidth, 1), micros / 1e6, bandwidth, free)
+    if limit := checkpoints.policy.bandwidth:
+        bandwidth = min(bandwidth, round(limit * checkpoints.ranks.world))
+    memory = total * (SLOTS + checkpoints.has_neighbours)
+    return Rehearsal(total, total / max(bandwidth, 1), micros / 1e6, bandwidth, free, memory)
 
 
 def _write_speed(store: Store, mine: int, *, exclusive: bool) -> float:
