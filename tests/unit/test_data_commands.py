@@ -1,6 +1,7 @@
 """`danlu data append` and `danlu data at`: from a user's hands to bytes and back to text."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,12 @@ def test_an_append_wants_what_the_data_set_was_built_with(folder: Path) -> None:
     index.write_text(index.read_text().replace('"tokenizer": "bytes"', '"tokenizer": "other.json sha256:0"'))
     result = danlu("data", "append", "numbers.jsonl", "-o", "words")
     assert "--tokenizer FILE" in str(result.exception)
+
+
+def test_ray_is_asked_for_by_name_when_it_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = danlu("data", "build", "words.jsonl", "-o", "other", "--on", "ray")
+    assert "pip install 'danlu[data]'" in str(result.exception)
+    result = danlu("data", "build", "words.jsonl", "-o", "other", "--address", "10.0.0.1:6379")
+    assert result.exit_code == 2 and "is for --on ray" in result.output
+    assert not Path("other").exists()
