@@ -82,6 +82,7 @@ def _output(command: str, folder: Path) -> str:
 
 
 def main() -> None:
+    """Write the page, or hold it against what is printed now."""
     page = PAGE.read_text()
     new = remade(page)
     if "--check" not in sys.argv:
