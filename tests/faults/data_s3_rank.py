@@ -44,7 +44,7 @@ def kill(folder: Path, case: str, rank: int, step: int) -> None:
     if step == KILLED_AFTER:
         if rank == 0:
             (folder / f"kill-{case}").touch()
-        wait_for(folder / f"killed-{case}")
+        wait_for(folder / f"killed-{case}", 200)
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     for case in ("back", "gone"):
         dist.barrier()
         if case == "gone":
-            wait_for(folder / "up-again")
+            wait_for(folder / "up-again", 200)
             StoreFiles.__init__.__kwdefaults__["patience"] = 3.0  # instead of ten minutes
         made = from_bucket(folder, endpoint, case)
         try:

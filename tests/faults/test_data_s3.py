@@ -2,9 +2,9 @@
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,10 @@ def told(folder: Path, s3: S3Lab) -> list[dict[str, Any]]:
         s3.kill()
         (folder / "killed-gone").touch()
 
-    hand = threading.Thread(target=kill_when_asked)
-    hand.start()
-    run_ranks(Path(__file__).with_name("data_s3_rank.py"), 2, str(folder), s3.endpoint, seconds=240)
-    hand.join()
+    with ThreadPoolExecutor(1) as pool:
+        hand = pool.submit(kill_when_asked)
+        run_ranks(Path(__file__).with_name("data_s3_rank.py"), 2, str(folder), s3.endpoint, seconds=300)
+        hand.result()
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
 
 
