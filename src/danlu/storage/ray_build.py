@@ -22,6 +22,7 @@ _PIECES_AT_ONCE = 1024
 """Pieces given to Ray in one go: it keeps a note of each, and a corpus may have millions."""
 
 _PATIENCE = 10.0
+_STARTS = 3
 
 _ONE_THREAD = {"env_vars": {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}}
 """Ray starts a worker a core: one that used all cores itself would only get in the way of the others."""
@@ -34,21 +35,24 @@ def ray_cluster(address: str | None) -> Iterator[None]:
     if address is not None:
         _reach(address)
     with tempfile.TemporaryDirectory(prefix="danlu-ray-") as folder:
-        here = {"include_dashboard": False, "_temp_dir": folder} if address is None else {}
-        try:
-            ray.init(
-                address=address or "local",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env=_ONE_THREAD,
-                **here,
-            )
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
-            raise _cannot_join(address or "here", _first_line(error)) from None
+        _init(ray, address, folder)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _init(ray: Any, address: str | None, folder: str) -> None:
+    here = {"include_dashboard": False, "_temp_dir": folder} if address is None else {}
+    settings = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": _ONE_THREAD} | here
+    for left in reversed(range(_STARTS if address is None else 1)):
+        try:
+            ray.init(address=address or "local", **settings)
+            return
+        except Exception as error:  # Ray raises bare Exception where a node does not start within its half minute
+            ray.shutdown()
+            if not left:
+                raise _cannot_join(address or "a Ray of this machine", _first_line(error)) from None
 
 
 def _reach(address: str) -> None:
