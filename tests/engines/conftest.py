@@ -11,7 +11,7 @@ from s3_lab import KEY, SECRET, S3Lab, missing_server
 from slurm_lab import SlurmLab, missing_programs
 
 
-def _without(engine: str, reason: str) -> None:
+def without(engine: str, reason: str) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must have {engine}: {reason}")
     pytest.skip(reason)
@@ -21,7 +21,7 @@ def _without(engine: str, reason: str) -> None:
 def slurm() -> Iterator[SlurmLab]:
     """A Slurm of four nodes on two switches."""
     if missing := missing_programs():
-        _without("a Slurm", f"{', '.join(missing)} not installed (Debian: slurmctld slurmd slurm-client munge)")
+        without("a Slurm", f"{', '.join(missing)} not installed (Debian: slurmctld slurmd slurm-client munge)")
     # Not pytest's own folder: a socket's path may have 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="danlu-slurm-") as folder:
         lab = SlurmLab(Path(folder))
@@ -36,7 +36,7 @@ def slurm() -> Iterator[SlurmLab]:
 def s3() -> Iterator[S3Lab]:
     """An S3 server with one empty bucket, whose credentials fsspec finds where it looks for them."""
     if reason := missing_server():
-        _without("an S3 server", reason)
+        without("an S3 server", reason)
     before = dict(fsspec.config.conf)
     fsspec.config.conf["s3"] = {"key": KEY, "secret": SECRET}
     with tempfile.TemporaryDirectory(prefix="danlu-s3-") as folder:

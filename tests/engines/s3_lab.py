@@ -61,6 +61,7 @@ class S3Lab:
         self.endpoint = f"http://127.0.0.1:{self._ports[-1]}"
         command = ["weed", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.root / 'data'}", "-filer"]
         command += ["-s3", f"-s3.config={self.root / 's3.json'}", "-master.volumeSizeLimitMB=256", "-volume.max=20"]
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # catalogues at fixed ports, where another lab may be
         with (self.root / "log").open("ab") as log:
             self.server = subprocess.Popen(
                 [*command, *ports], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.root

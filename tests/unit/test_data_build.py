@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from danlu.cli.data import app
 from danlu.spec import SpecError
-from danlu.storage import source
+from danlu.storage import file_texts, source
 from danlu.storage.build import build
 from danlu.storage.tokenizer import BytesTokenizer, FileTokenizer, open_tokenizer
 from danlu.storage.tokens import TokenShards
@@ -160,7 +160,7 @@ def test_sources_without_a_document_make_no_data_set(tmp_path: Path) -> None:
 
 
 def test_a_document_too_long_to_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "LARGEST_DOCUMENT", 100)
+    monkeypatch.setattr(file_texts, "LARGEST_DOCUMENT", 100)
     (tmp_path / "a.txt").write_text("x" * 101)
     (tmp_path / "b.jsonl").write_text(jsonl({"text": "short"}, {"text": "x" * 100}))
     with pytest.raises(SpecError, match=r"one document of 101 bytes.*\n.*as JSON lines"):
@@ -236,7 +236,7 @@ def test_python_stdlib_builds_offline_and_without_tests(tmp_path: Path) -> None:
     built = build(["python-stdlib"], tmp_path / "out", BYTES)
     assert built.index.tokens > 5_000_000 and 2 < built.index.unigram_loss < 4
     assert built.index.sources[0].startswith("python-stdlib 3.")
-    listed = [file.path.parts for file in source.Documents(["python-stdlib"])._files]
+    listed = [file.path.parts for file in source.Documents(["python-stdlib"]).files]
     assert any(parts[-1] == "argparse.py" for parts in listed)
     root = len(Path(source.sysconfig.get_path("stdlib")).parts)
     assert not any({"site-packages", "test", "__pycache__"} & set(parts[root:]) for parts in listed)

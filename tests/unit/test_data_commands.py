@@ -1,6 +1,7 @@
 """`danlu data append` and `danlu data at`: from a user's hands to bytes and back to text."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,29 @@ def test_an_append_wants_what_the_data_set_was_built_with(folder: Path) -> None:
     index.write_text(index.read_text().replace('"tokenizer": "bytes"', '"tokenizer": "other.json sha256:0"'))
     result = danlu("data", "append", "numbers.jsonl", "-o", "words")
     assert "--tokenizer FILE" in str(result.exception)
+
+
+def test_ray_is_asked_for_by_name_when_it_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = danlu("data", "build", "words.jsonl", "-o", "other", "--on", "ray")
+    assert "pip install 'danlu[data]'" in str(result.exception)
+    result = danlu("data", "build", "words.jsonl", "-o", "other", "--address", "10.0.0.1:6379")
+    assert result.exit_code == 2 and "is for --on ray" in result.output
+    assert not Path("other").exists()
+
+
+def test_show_tells_the_mixture_of_a_run(folder: Path) -> None:
+    run = folder / "runs" / "mixed"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text(RECIPE)
+    (run / "plan.toml").write_text("")
+    (run / "events.jsonl").write_text("")
+    shown = danlu("show", "mixed", "--no-open").output
+    assert "75.0 % (weight 3)  words" in shown and "25.0 % (weight 1)  numbers" in shown
+    parts = json.loads(danlu("show", "mixed", "--json").stdout)["mixture"]
+    assert [(part["shards"], part["weight"], part["share"]) for part in parts] == [
+        ("words", 3.0, 0.75),
+        ("numbers", 1.0, 0.25),
+    ]
+    (run / "recipe.toml").write_text(RECIPE[: RECIPE.index("[[data")] + '[data]\nshards = "words"\n')
+    assert "mixture" not in danlu("show", "mixed", "--no-open").output

@@ -1,12 +1,15 @@
 """The dry run at sizes this machine does not have."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
+from made_dryruns import made_dryrun
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
 from danlu.cost.model import flops_per_token
+from danlu.framework import dryrun
 from danlu.framework.dryrun import dry_run, dry_runs
 from danlu.report.trace import footer, memory_table, operator_table, owner, traffic_table
 from danlu.spec import load_cluster
@@ -29,6 +32,12 @@ def recipe(model: str = "tiny-llama", sequences: int = 512, compute: str = "fp32
     )
 
 
+@cache
+def one_rank(recompute: str = "none") -> Trace:
+    """Eight sequences on one rank, run once for all tests that look at it."""
+    return dry_run(recipe(sequences=8), Plan.model_validate({"recompute": recompute}), None, 0)
+
+
 def total(trace: Trace, axes: str) -> int:
     return sum(call.total for call in trace.collectives if call.axes == axes)
 
@@ -47,7 +56,7 @@ def test_a_rank_of_two_thousand_is_run_here() -> None:
 
 
 def test_sharding_divides_the_states_and_a_replica_adds_none() -> None:
-    one = dry_run(recipe(sequences=8), Plan(), None, rank=0)
+    one = one_rank()
     eight = dry_run(recipe(sequences=8), Plan(degrees=Degrees(shard=8)), None, rank=3)
     for kind in ("parameters", "optimiser"):
         assert held(eight, kind) == pytest.approx(held(one, kind) / 8, rel=0.01)
@@ -55,8 +64,7 @@ def test_sharding_divides_the_states_and_a_replica_adds_none() -> None:
 
 
 def test_recompute_lowers_the_peak() -> None:
-    traces = [dry_run(recipe(sequences=8), Plan(recompute=mode), None, 0) for mode in ("none", "selective", "full")]
-    peaks = [trace.peak.total for trace in traces]
+    peaks = [one_rank(mode).peak.total for mode in ("none", "selective", "full")]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
 
@@ -112,7 +120,7 @@ def test_operators_are_told_by_module_and_phase() -> None:
 
 
 def test_what_is_recomputed_computes_the_same_again() -> None:
-    plain, full = (dry_run(recipe(sequences=8), Plan(recompute=mode), None, 0) for mode in ("none", "full"))
+    plain, full = one_rank("none"), one_rank("full")
 
     def flops(trace: Trace, phase: str) -> float:
         return sum(o.flops * o.count for o in trace.operators if o.phase == phase and o.module.startswith("blocks"))
@@ -135,7 +143,7 @@ def test_gradients_wait_for_the_optimiser_and_are_told_from_activations() -> Non
 
 
 def test_the_timeline_is_short_and_has_the_peak() -> None:
-    trace = dry_run(recipe(sequences=8), Plan(recompute="full"), None, 0)
+    trace = one_rank("full")
     assert 100 < len(trace.memory) <= 300
     assert trace.peak in trace.memory
     assert trace.peak.total == max(instant.total for instant in trace.memory)
@@ -145,15 +153,14 @@ def test_the_timeline_is_short_and_has_the_peak() -> None:
 
 def test_compiled_blocks_are_run_as_written_and_a_note_says_so() -> None:
     compiled = dry_runs(recipe(sequences=8), Plan(compile=True), None, [0])
-    plain = dry_runs(recipe(sequences=8), Plan(), None, [0])
-    assert compiled.traces[0].operators == plain.traces[0].operators
+    assert compiled.traces[0].operators == one_rank().operators
     assert [note.split(":")[0] for note in compiled.notes] == ["`compile` is true"]
-    assert plain.notes == ()
 
 
 def test_the_tables_have_every_byte_and_name_the_peak() -> None:
     run = dry_runs(recipe(sequences=8), Plan(degrees=Degrees(shard=4, tp=2)), load_cluster("h100-pod"), [0])
     (trace,) = run.traces
+    assert run.notes == ()
     assert traffic_table(trace).row_count == len({(call.axes, call.operation) for call in trace.collectives})
     assert operator_table(trace).row_count == 10
     kinds = sum(1 for size in trace.peak.held if size)
@@ -163,16 +170,32 @@ def test_the_tables_have_every_byte_and_name_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "found"),
-    [("first,last", [0, 7]), ("5", [5]), ("0, first", [0]), ("classes", [0, 4]), ("", [0, 4])],
+    ("ranks", "found"), [("first,last", [0, 7]), ("0, first", [0]), ("classes", [0, 4]), ("", [0, 4])]
 )
-def test_the_command_runs_the_ranks_it_is_asked_for(tmp_path: Path, ranks: str, found: list[int]) -> None:
+def test_the_command_asks_for_the_ranks_that_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, found: list[int]
+) -> None:
+    asked: list[list[int]] = []
+
+    def note(recipe: Recipe, plan: Plan, cluster: object, numbers: list[int], **settings: object) -> DryRun:
+        asked.append(numbers)
+        return made_dryrun()
+
+    monkeypatch.setattr(dryrun, "dry_runs", note)
     (tmp_path / "plan.toml").write_text("microbatches = 2\n[degrees]\npp = 2\nshard = 2\ntp = 2\n")
-    command = ["dryrun", str(QUICKSTART), "--plan", str(tmp_path / "plan.toml"), "--ranks", ranks]
+    command = ["dryrun", str(QUICKSTART), "--plan", str(tmp_path / "plan.toml"), "--ranks", ranks, "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert asked == [found]
+
+
+def test_the_command_runs_the_rank_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("microbatches = 2\n[degrees]\npp = 2\nshard = 2\ntp = 2\n")
+    command = ["dryrun", str(QUICKSTART), "--plan", str(tmp_path / "plan.toml"), "--ranks", "5"]
     result = CliRunner().invoke(app, [*command, "--json", "--out", str(tmp_path / "dry.json")])
     assert result.exit_code == 0, result.output
     run = DryRun.model_validate_json(result.stdout)
-    assert [trace.rank for trace in run.traces] == found
+    assert [trace.rank for trace in run.traces] == [5]
     assert run == DryRun.model_validate_json((tmp_path / "dry.json").read_text())
     assert len(run.schedule) == run.degrees["pp"] == 2
 

@@ -29,7 +29,7 @@ def test_without_growth_it_is_the_plain_order() -> None:
 
 
 def test_every_epoch_holds_every_sample_once_whenever_it_grew() -> None:
-    for seed, sizes in enumerate(histories(400)):
+    for seed, sizes in enumerate(histories(150)):
         order = GrowingOrder(sizes, seed)
         samples = order.at(np.arange(HORIZON)).tolist()
         epochs: defaultdict[int, list[int]] = defaultdict(list)
@@ -45,7 +45,7 @@ def test_every_epoch_holds_every_sample_once_whenever_it_grew() -> None:
 
 
 def test_growth_leaves_what_was_read_as_it_was() -> None:
-    for seed, sizes in enumerate(histories(200)):
+    for seed, sizes in enumerate(histories(80)):
         whole = GrowingOrder(sizes, seed).at(np.arange(HORIZON))
         for known in range(1, len(sizes)):
             before = np.arange(sizes[known][0])

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from danlu.cli.data_at import at
+from danlu.cli.data_on import Address, Builder, On, encoding
 from danlu.spec import SpecError
 from danlu.spec.problem import problem_at
 from danlu.storage.build import SHARD_TOKENS, Built, build
@@ -46,6 +47,8 @@ def build_(
     shard_tokens: ShardTokens = SHARD_TOKENS,
     field: TextField = "text",
     skip_bad: SkipBad = False,
+    on: On = Builder.HERE,
+    address: Address = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a data set that is already there.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +58,7 @@ def build_(
     The same sources give the same bytes. A build that was broken off goes on when it is started again.
     """
     encoder = open_tokenizer(tokenizer, end_of_text)
-    with _progress("tokens") as on_progress:
+    with encoding(encoder, on, address) as encode, _progress("tokens") as on_progress:
         built = build(
             sources,
             output,
@@ -65,6 +68,7 @@ def build_(
             shard_tokens=shard_tokens,
             skip_bad=skip_bad,
             force=force,
+            encode=encode,
             on_note=_note,
         )
     _tell(output, built, as_json)
@@ -81,6 +85,8 @@ def append(
     shard_tokens: ShardTokens = SHARD_TOKENS,
     field: TextField = "text",
     skip_bad: SkipBad = False,
+    on: On = Builder.HERE,
+    address: Address = None,
     as_json: Json = False,
 ) -> None:
     """Add text to a data set, under runs that read it too.
@@ -92,7 +98,7 @@ def append(
         message = f'was built with tokenizer "{known}", whose file is needed to add to it'
         raise SpecError([problem_at(output, 1, "tokenizer", message, "--tokenizer FILE")])
     encoder = open_tokenizer(tokenizer or BYTES, end_of_text)
-    with _progress("tokens") as on_progress:
+    with encoding(encoder, on, address) as encode, _progress("tokens") as on_progress:
         built = build(
             sources,
             output,
@@ -102,6 +108,7 @@ def append(
             shard_tokens=shard_tokens,
             skip_bad=skip_bad,
             append=True,
+            encode=encode,
             on_note=_note,
         )
     _tell(output, built, as_json)

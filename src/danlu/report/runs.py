@@ -12,7 +12,7 @@ from rich.table import Table
 from danlu.report import wording
 from danlu.report.saving import samples_words, short, tensors_words
 from danlu.report.story import State, Story, read_story
-from danlu.spec import RunFolder, SpecError, Started, load_recipe
+from danlu.spec import Recipe, RunFolder, SpecError, Started, load_recipe
 from danlu.spec.problem import nearest, problem_at
 
 SPARKS = 12
@@ -28,6 +28,15 @@ _STATE_STYLE: dict[State, str] = {
     "unfinished": "cyan",
     "not started": "dim",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShare:
+    """One data set of a mixture, and its share of the samples."""
+
+    shards: str
+    weight: float
+    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +68,8 @@ class RunSummary:
     skipped_steps: int
     lost_steps: int
     warnings: int
+    mixture: tuple[DataShare, ...]
+    """The data sets the recipe mixes; empty where it names one."""
     message: str
     """What the run said when it ended, or why a part of it could not be read."""
 
@@ -92,13 +103,13 @@ def summarise(run: RunFolder) -> RunSummary:
     """Read one run."""
     story = read_story(run)
     start = story.start
-    model, trouble = _model(run)
+    recipe, trouble = _recipe(run)
     unreadable = [f"{len(story.problems)} unreadable lines in {run.events.name}"] if story.problems else []
     return RunSummary(
         name=run.name,
         path=str(run.path),
         state=story.state,
-        model=model,
+        model=recipe.model.name if recipe else None,
         parameters=start.parameters if start else None,
         world=start.world if start else None,
         chip=start.chip if start else None,
@@ -118,16 +129,32 @@ def summarise(run: RunFolder) -> RunSummary:
         skipped_steps=len(story.skipped),
         lost_steps=story.lost_steps,
         warnings=len(story.warnings),
+        mixture=_mixture(recipe),
         message="; ".join([*([story.end.message] if story.end and story.end.message else []), *trouble, *unreadable]),
     )
 
 
-def _model(run: RunFolder) -> tuple[str | None, list[str]]:
-    """Name of the model, or why the recipe does not tell it."""
+def _recipe(run: RunFolder) -> tuple[Recipe | None, list[str]]:
+    """The recipe, or why it cannot be read."""
     try:
-        return load_recipe(run.recipe).model.name, []
+        return load_recipe(run.recipe), []
     except SpecError as error:
         return None, [str(error).splitlines()[0]]
+
+
+def _mixture(recipe: Recipe | None) -> tuple[DataShare, ...]:
+    sources = recipe.data.sources if recipe else ()
+    total = sum(source.weight for source in sources)
+    return tuple(
+        DataShare(shards=source.shards, weight=source.weight, share=source.weight / total) for source in sources
+    )
+
+
+def _mixture_words(mixture: tuple[DataShare, ...]) -> str:
+    """A data set a line: its share, its weight as the recipe gives it, and where it lies."""
+    return "\n".join(
+        f"{wording.percent(part.share)} (weight {part.weight:g})  {escape(part.shards)}" for part in mixture
+    )
 
 
 def runs_table(summaries: list[RunSummary], *, width: int, now: float | None = None) -> Table:
@@ -197,6 +224,8 @@ def _summary_rows(run: RunFolder, story: Story) -> list[tuple[str, str]]:
         ("tokens", wording.count(story.tokens)),
         ("time", wording.duration(story.seconds)),
     ]
+    if mixture := _mixture(_recipe(run)[0]):
+        rows.append(("mixture", _mixture_words(mixture)))
     if story.saves:
         rows.append(("saved", _saves_words(story)))
     if story.resumes:

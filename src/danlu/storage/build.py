@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -17,22 +16,19 @@ from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
 from danlu.storage.build_journal import BuildJournal, Progress
 from danlu.storage.index import INDEX, Edition, Index, token_dtype
+from danlu.storage.packing import Encode, Packed, pack_here
 from danlu.storage.shard_files import problem_in
 from danlu.storage.shard_writer import ShardWriter
-from danlu.storage.source import PYTHON_STDLIB, Document, Documents, source_name
-from danlu.storage.tokenizer import TokenIds, Tokenizer
+from danlu.storage.source import PYTHON_STDLIB, Documents, source_name
+from danlu.storage.tokenizer import Tokenizer
 from danlu.storage.tokens import OnProgress, TokenShards, no_progress
 
 SHARD_TOKENS = 1 << 27
 """A quarter of a GiB in two bytes a token."""
 
-_BATCH_CHARACTERS = 4 << 20
-_BATCH_DOCUMENTS = 4096
 _NOTE_SHARE = 20  # a note takes longer the more shards there are: no more than a twentieth of the time goes to notes
 
 OnNote = Callable[[str], None]
-Encode = Callable[[Documents], Iterator[tuple[list[Document], list[TokenIds]]]]
-"""Documents in groups, in their order, each with its tokens."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ def build(
         resumed = len(progress.shards)
         work = _Work(journal, tokenizer, shard_tokens, base, progress)
         documents = Documents(sources, field=field, skip_bad=skip_bad, place=progress.place)
-        encoded = encode(documents) if encode else _encoded(documents, tokenizer)
-        progress = work.run(documents, encoded, on_progress, sources)
+        packed = (encode or pack_here(tokenizer))(documents)
+        progress = work.run(documents, packed, on_progress, sources)
         return _built(journal.finish(progress), started, progress, resumed)
 
 
@@ -105,20 +101,6 @@ def entropy(counts: NDArray[np.int64] | NDArray[np.float64]) -> float:
     """Entropy in nats of the distribution these counts or shares describe."""
     share = counts[counts > 0] / counts.sum()
     return max(0.0, float(-(share * np.log(share)).sum()))
-
-
-def batches(documents: Documents) -> Iterator[list[Document]]:
-    """Documents in groups large enough to be worth a call, small enough to be held."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 class _Work:
@@ -143,15 +125,15 @@ class _Work:
     def run(
         self,
         documents: Documents,
-        encoded: Iterator[tuple[list[Document], list[TokenIds]]],
+        packed: Iterator[Packed],
         on_progress: OnProgress,
         sources: Sequence[str],
     ) -> Progress:
         """Write all that is left; what to put in place then."""
         try:
             skip = self._progress.skip
-            for batch, ids in encoded:
-                self._write(batch, ids, skip)
+            for group in packed:
+                self._write(group, skip)
                 on_progress(documents.done, documents.bytes)
                 skip = 0
             self._writer.finish()
@@ -162,25 +144,23 @@ class _Work:
         if not self._writer.shards:
             self._journal.clean(None)
             raise SpecError([_empty(sources, documents)])
-        left = {"left_out": documents.left_out, "examples": documents.examples}
+        left = {"left_out": dict(documents.left_out.counts), "examples": documents.left_out.examples}
         return self._note(left | {"stage": "placing" if self._base else "clearing"}, sources)
 
-    def _write(self, batch: list[Document], ids: list[TokenIds], skip: int) -> None:
-        """Write a batch, without the first `skip` tokens of its first document."""
-        tokens, ends = _joined(ids, self._tokenizer)
-        starts = [0, *ends[:-1]]
+    def _write(self, group: Packed, skip: int) -> None:
+        """Write a group, without the first `skip` tokens of its first document."""
+        starts = [0, *group.ends[:-1].tolist()]
 
         def closed(done: int) -> None:
             if time.monotonic() < self._next_note:
                 return
             # The last document that begins before the border; where the border is its end, all of it is skipped.
             number = bisect_left(starts, done + skip) - 1
-            at = batch[number]
+            at = group.places[number]
             place = {"file": at.file, "line": at.line, "skip": done + skip - starts[number]}
-            self._note(place | {"left_out": dict(at.left_out), "examples": at.examples})
+            self._note(place | {"left_out": dict(at.left_out or {}), "examples": at.examples})
 
-        inside = np.array(ends, dtype=np.int64) - skip
-        self._writer.write(tokens[skip:], inside, closed)
+        self._writer.write(group.tokens[skip:], group.ends - skip, closed)
 
     def _note(self, changes: Mapping[str, object], sources: Sequence[str] | None = None) -> Progress:
         """Put down what is done; with `sources`, that all of it is."""
@@ -223,22 +203,6 @@ class _Work:
         if self._base is None:
             return np.zeros(self._tokenizer.vocabulary, dtype=np.int64)
         return self._base.counts(self._base.newest)
-
-
-def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[list[Document], list[TokenIds]]]:
-    for batch in batches(documents):
-        yield batch, tokenizer.encode_many([document.text for document in batch])
-
-
-def _joined(ids: list[TokenIds], tokenizer: Tokenizer) -> tuple[TokenIds, list[int]]:
-    """The documents of a batch one after the other, each with its end; and the places behind them."""
-    end = np.array([tokenizer.end_of_text], dtype=token_dtype(tokenizer.vocabulary))
-    tokens = np.concatenate([piece for each in ids for piece in (each, end)])
-    if (largest := int(tokens.max())) >= tokenizer.vocabulary:
-        raise ValueError(
-            f"tokenizer {tokenizer.name} gave id {largest}, beyond its vocabulary of {tokenizer.vocabulary}"
-        )
-    return tokens, list(accumulate(len(each) + 1 for each in ids))
 
 
 def _request(documents: Documents, tokenizer: Tokenizer, field: str, shard_tokens: int, append: bool) -> str:
@@ -284,7 +248,7 @@ def _refuse_own_output(sources: Sequence[str], folder: Path) -> None:
 
 
 def _empty(sources: Sequence[str], documents: Documents) -> Problem:
-    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(documents.left_out.items())) or "none"
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(documents.left_out.counts.items())) or "none"
     return problem_at(Path(" ".join(sources)), 1, "source", f"holds no document (left out: {left_out})")
 
 

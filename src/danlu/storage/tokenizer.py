@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,11 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
         ...
 
+    @property
+    def portable(self) -> "PortableTokenizer":
+        """What makes the same tokenizer on another machine."""
+        ...
+
     def encode(self, text: str) -> TokenIds:
         """The ids of one text, without its end."""
         ...
@@ -55,6 +60,19 @@ class Tokenizer(Protocol):
         ...
 
 
+class PortableTokenizer(NamedTuple):
+    """A tokenizer as it travels to another machine, which needs no file of its own for it."""
+
+    file: str
+    """`bytes`, or the name of its file."""
+    content: bytes = b""
+    end_of_text: str = ""
+
+    def open(self) -> Tokenizer:
+        """The tokenizer."""
+        return FileTokenizer(Path(self.file), self.end_of_text, self.content) if self.content else BytesTokenizer()
+
+
 @dataclass(frozen=True)
 class BytesTokenizer:
     """Ids 0 to 255 are the bytes of UTF-8 and 256 is the end of a text: 257 in all, which a model may round up."""
@@ -62,6 +80,11 @@ class BytesTokenizer:
     name: str = BYTES
     vocabulary: int = 257
     end_of_text: int = 256
+
+    @property
+    def portable(self) -> PortableTokenizer:
+        """Its name is all it needs."""
+        return PortableTokenizer(BYTES)
 
     def encode(self, text: str) -> TokenIds:
         """The bytes of a text."""
@@ -83,17 +106,21 @@ class BytesTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` package."""
 
-    def __init__(self, path: Path, end_of_text: str | None = None) -> None:
-        self._tokenizer = _read(path)
+    def __init__(self, path: Path, end_of_text: str | None = None, content: bytes | None = None) -> None:
+        """Read a file, or take its `content` where that is at hand."""
+        content = _content(path) if content is None else content
+        self._tokenizer = _parsed(path, content)
         # A file may carry the truncation and padding of the model it was made for, which would cut documents short.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # A document that speaks of "<|endoftext|>" must not end there: special tokens in text are plain text.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.name = f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        self.name = f"{path.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocabulary = max(ids.values()) + 1  # ids may have gaps, so that their number is not enough
-        self.end_of_text = ids[_end_of_text(path, self._tokenizer, list(ids), end_of_text)]
+        end = _end_of_text(path, self._tokenizer, list(ids), end_of_text)
+        self.end_of_text = ids[end]
+        self.portable = PortableTokenizer(path.name, content, end)
 
     def encode(self, text: str) -> TokenIds:
         """The ids of one text; no begin or end is added."""
@@ -119,18 +146,22 @@ def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
     return BytesTokenizer()
 
 
-def _read(path: Path) -> "HfTokenizer":
+def _content(path: Path) -> bytes:
     if not path.is_file():
         inside = path / "tokenizer.json"
         suggestion = f"did you mean `{inside}`?" if inside.is_file() else f"`{BYTES}`, or the path of a tokenizer.json"
         raise SpecError([problem_at(path, 1, "tokenizer", "is not a file", suggestion)])
+    return path.read_bytes()
+
+
+def _parsed(path: Path, content: bytes) -> "HfTokenizer":
     try:
         from tokenizers import Tokenizer as HfTokenizer
     except ImportError:
         message = "needs the `tokenizers` package, which is not installed"
         raise SpecError([problem_at(path, 1, "tokenizer", message, "pip install 'danlu[hf]'")]) from None
     try:
-        return HfTokenizer.from_file(str(path))
+        return HfTokenizer.from_buffer(content)
     except Exception as error:  # the package raises bare Exception for a file it cannot read
         raise SpecError([problem_at(path, 1, "tokenizer", f"is not a tokenizer.json: {error}")]) from None
 
