@@ -4,6 +4,7 @@ import json
 import logging
 import socket
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -53,6 +54,8 @@ def _init(ray: Any, address: str | None, folder: str) -> None:
             ray.shutdown()
             if not left:
                 raise _cannot_join(address or "a Ray of this machine", _first_line(error)) from None
+            message = f"Ray did not start on this machine: {_first_line(error)}; trying {left} times more"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def _reach(address: str) -> None:
