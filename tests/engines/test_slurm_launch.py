@@ -13,7 +13,7 @@ from slurm_lab import NODES, SWITCHES, SlurmLab
 
 from danlu.scheduler import JobStatus, SlurmJob, expand, read_ranks, render
 from danlu.scheduler import slurm as commands
-from danlu.spec import Ended, RunFolder, Started, StepReport
+from danlu.spec import Ended, Resumed, RunFolder, Started, StepReport
 
 TELL = """\
 import json, os, sys
@@ -200,6 +200,20 @@ def test_a_requeued_run_goes_on_from_its_checkpoint(desk: Path, cluster: SlurmLa
     assert [event.step for event in again if isinstance(event, StepReport)] == list(range(second.step + 1, 26))
     assert isinstance(events[-1], Ended) and events[-1].outcome == "finished"
     assert read_ranks(run.path).restart == 1
+
+
+def test_a_run_of_this_machine_goes_on_on_two_nodes(desk: Path, cluster: SlurmLab) -> None:
+    assert danlu("train", "recipe.toml", "--nproc", "1", "--name", "moved", folder=desk).returncode == 0
+    run = RunFolder(desk / "runs" / "moved")
+    run.recipe.write_text(run.recipe.read_text().replace("steps = 5\n", "steps = 8\n", 1))
+    refused = danlu("resume", "moved", "--partition", "x", folder=desk)
+    assert refused.returncode == 2 and "--nodes" in refused.stderr
+    resumed = danlu("resume", "moved", "--nodes", "2", "--wait", folder=desk)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr + logs(run.path)
+    events = list(run.read_events())
+    (proof,) = (event for event in events if isinstance(event, Resumed))
+    assert (proof.was, proof.now, proof.repeated, proof.skipped) == ({}, {"shard": 2}, 0, 0)
+    assert [event.step for event in events if isinstance(event, StepReport)] == list(range(1, 9))
 
 
 def test_a_run_whose_ranks_fail_is_recorded_as_failed(desk: Path, cluster: SlurmLab) -> None:
