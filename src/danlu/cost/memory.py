@@ -108,8 +108,10 @@ def layer_activations(shape: Shape, cut: Cut, software: Software, *, moe: bool, 
     inputs = tokens * shape.width if software.keeps_gathered else stream
     kept = 2 * each * stream + (0.0 if software.recompute == "elementwise" else 2 * width * inputs)
     if software.eager and software.recompute != "elementwise":
-        # What a compiler would fuse away: fp32 copies in norms and in the rotation of queries and keys.
-        kept += 8.0 * stream + 4.0 * tokens * (shape.heads + shape.kv_heads) * shape.head / cut.tp
+        # What a compiler would fuse away: what norms make in fp32, and fp32 copies of queries and keys to be rotated.
+        kept += 8.0 * stream
+        if each < 4:
+            kept += 4.0 * tokens * (shape.heads + shape.kv_heads) * shape.head / cut.tp
     return kept + attention + _feed_forward(shape, cut, software, tokens, width, moe)
 
 

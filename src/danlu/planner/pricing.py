@@ -140,6 +140,7 @@ class Pricing:
             microbatches=core.microbatches,
             schedule=work.schedule,
             stages_per_rank=work.virtual,
+            stage_layers=work.layers,
             reshards=split.reshards,
             spans=spans,
         )
