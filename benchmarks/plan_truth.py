@@ -1,6 +1,6 @@
 """Is the planner's step time true? Real layouts on this machine against predictions from `danlu probe`.
 
-    python benchmarks/plan_truth.py [--quick] [--json]
+    python benchmarks/plan_truth.py [--quick] [--json] [--only machine|supernodes] [--ranks 1,2]
 
 The machine is probed with one, two and four ranks, before and after the layouts are measured, and a layout is
 predicted from both: machines change their pace while they are watched. Nothing is fitted on the layouts. They take
@@ -113,14 +113,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a sample with looser bars, for CI")
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.add_argument("--only", choices=("machine", "supernodes"), help="one of the two parts")
+    parser.add_argument("--ranks", help="layouts of so many ranks alone, such as 1,2: all of them at once take 17 GB")
     arguments = parser.parse_args()
+    sizes = {int(word) for word in arguments.ranks.split(",")} if arguments.ranks else {1, 2, 4}
     bars = SAMPLE if arguments.quick else FULL
     began = time.monotonic()
     rows: list[Row] = []
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress, tempfile.TemporaryDirectory() as folder:
         if arguments.only != "supernodes":
-            chosen = [layout for layout in layouts() if layout.quick or not arguments.quick]
+            every = [layout for layout in layouts() if layout.world in sizes]
+            chosen = [layout for layout in every if layout.quick or not arguments.quick]
             rows += Part("machine", chosen, bars, arguments.quick, Path(folder), progress).run()
         reason = why_not() if arguments.only != "machine" else "not asked for"
         if arguments.quick and not arguments.only:

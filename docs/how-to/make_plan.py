@@ -53,11 +53,11 @@ QUESTIONS = [
     ),
     (
         "Do the formulas hold?",
-        "`--verify 2` runs the two best layouts dry (the same program; layers like their neighbours are counted once) "
-        "and shows formula against program for the rank that the program fills most. A layout whose program does not "
-        "fit the chip is refused, and the next proposed. It needs torch, and seconds to minutes a layout; up to an "
-        "hour with a thousand microbatches.",
-        f"danlu plan {DENSE} --chips 1024 --fix pp=1,cp=1 --verify 2",
+        "`--verify` runs the two best layouts dry, or as many as it is told (the same program; layers like their "
+        "neighbours are counted once), and shows formula against program for the rank that the program fills most. "
+        "A layout whose program does not fit the chip is refused, and the next proposed. It needs torch, and seconds "
+        "to minutes a layout; up to an hour with a thousand microbatches.",
+        f"danlu plan {DENSE} --chips 1024 --fix pp=1,cp=1 --verify",
     ),
     (
         "What do failures leave?",

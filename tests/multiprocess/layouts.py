@@ -106,6 +106,7 @@ def _layouts() -> list[Layout]:
     # Every schedule.
     dense("gpipe", pp=2, microbatches=4, schedule="gpipe")
     dense("1f1b", pp=2, microbatches=4)
+    dense("1f1b, layers 3 + 1", pp=2, microbatches=4, layers=(3, 1))
     dense("1f1b, 4 stages", pp=4, microbatches=8)
     dense("interleaved", pp=2, microbatches=4, schedule="interleaved", per_rank=2)
     dense("zero-bubble", pp=2, microbatches=4, schedule="zero-bubble", per_rank=2)

@@ -16,7 +16,7 @@ from danlu.planner.places import Places
 from danlu.planner.pricing import Pricing
 from danlu.planner.space import Space
 from danlu.spec import load_cluster
-from danlu.spec.cluster import Cluster, Collective, Curve, Operator
+from danlu.spec.cluster import SHARED_TOKENS, SHARED_WIDTH, Cluster, Collective, Curve, Operator
 from danlu.spec.recipe import Batch
 from danlu.spec.toml import dumps
 
@@ -106,6 +106,16 @@ def test_shared_matrices_cost_the_host_as_measured() -> None:
     ]
     assert seconds[0] == seconds[1]
     assert seconds[3] - seconds[2] >= DENSE.layers
+
+
+def test_collectives_of_shared_layers_are_not_counted_twice() -> None:
+    short = DENSE.model_copy(update={"width": SHARED_WIDTH, "heads": 4, "kv_heads": 4, "mlp_width": 512})
+    tensor = [
+        Predictor(short, Batch(sequences=1, length=length), probed(), OURS).step(Layout(tp=2)).parts["tensor"]
+        for length in (SHARED_TOKENS, 64 * SHARED_TOKENS)
+    ]
+    assert tensor[0] == 0
+    assert tensor[1] > 0
 
 
 def test_experts_are_dispatched_as_measured() -> None:

@@ -51,24 +51,33 @@ EXPERTS = {
     "1f1b × ep, recomputed": (plan(pp=2, shard=4, ep=4, recompute="full", microbatches=4), 16),
     "interleaved × ep × tp": (plan("interleaved", 2, pp=2, shard=4, tp=2, ep=4, microbatches=4), 16),
 }
-CASES = [*DENSE, *EXPERTS]
+IN_FULL = {
+    "fp32: fsdp": (plan(shard=8), 8),
+    "fp32: fsdp × tp, selective": (plan(shard=4, tp=8, recompute="selective"), 8),
+    "fp32: 1f1b × cp × tp, recomputed": (plan(pp=2, shard=2, cp=2, tp=2, recompute="full", microbatches=4), 8),
+    "fp32: zbv × tp": (plan("zbv", 2, pp=4, tp=2, shard=2, microbatches=8), 16),
+    "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
+}
+"""Computed in fp32, as on a CPU."""
+CASES = [*DENSE, *EXPERTS, *IN_FULL]
 
 
 @cache
 def both(name: str) -> tuple[Predictor, Plan, dict[int, Trace]]:
     """The formulas of a layout, and the dry runs of its first and last place on the pipeline."""
-    wanted, sequences = DENSE.get(name) or EXPERTS[name]
-    model = load_model("llama3-8b" if name in DENSE else "mixtral-8x7b").model_copy(update={"layers": 8})
+    wanted, sequences = (DENSE | EXPERTS | IN_FULL)[name]
+    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8})
+    precision = Precision(compute="fp32" if name in IN_FULL else "bf16")
     recipe = Recipe(
         name="dry",
         steps=1,
         model=model,
         data=Data(shards="none"),
         batch=Batch(sequences=sequences, length=4096),
-        precision=Precision(compute="bf16"),
+        precision=precision,
     )
     question = Question(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
-    formulas = Predictor(model, recipe.batch, POD, software_of(question, wanted.recompute))
+    formulas = Predictor(model, recipe.batch, POD, software_of(question, wanted.recompute), precision.compute)
     first_of = dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist()
     run = dry_runs(recipe, wanted, POD, sorted({first_of[0], first_of[-1]}))
     return formulas, wanted, {trace.place["pp"]: trace for trace in run.traces}

@@ -90,3 +90,16 @@ def test_the_command_proposes_and_writes(tmp_path: Path) -> None:
     told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert told["proposed"] == 0
     assert {"figure", "formula", "program", "ratio", "unit", "wrong"} == set(told["verified"][0]["figures"][0])
+
+
+def test_without_a_number_the_two_best_are_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    asked = ["--cluster", "h100-pod", "--chips", "2", "--fix", "pp=1,cp=1", "--json"]
+    for words in (["plan", str(recipe), *asked, "--verify"], ["plan", "--verify", str(recipe), *asked]):
+        shown = CliRunner().invoke(app, words)
+        assert shown.exit_code == 0, shown.output
+        assert len(json.loads(shown.stdout)["verified"]) == 2
+    refused = CliRunner().invoke(app, ["plan", str(recipe), *asked, "--verify", "-1"])
+    assert refused.exit_code == 2
+    assert "--verify" in refused.stderr

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from made_questions import EXPERTS, machine, question
+from made_questions import DENSE, EXPERTS, machine, question
 
 from danlu.planner import Question, QuestionError, exhaustive, limits, price, search
 from danlu.planner.places import Places, place_of
@@ -144,3 +144,14 @@ def test_a_large_question_is_answered_and_placed_inside() -> None:
     best = search(asked, shown=1).best[0]
     assert 0.2 < best.mfu < 0.8
     assert dict(best.place.spans)["tp"][0] == best.candidate.core.tp
+
+
+def test_a_heavy_head_gets_fewer_layers_beside_it() -> None:
+    model = DENSE.model_copy(update={"vocabulary": 64 * DENSE.vocabulary, "layers": 8})
+    asked = question(model, machine(memory=4000e9), chips=4, fix="pp=4,tp=1,cp=1,schedule=1f1b,recompute=none")
+    (best,) = search(asked, shown=1).best
+    layers = best.plan.pipeline.layers
+    assert sum(layers) == 8 and layers[-1] < 2
+    even = best.plan.model_copy(update={"pipeline": best.plan.pipeline.model_copy(update={"layers": ()})})
+    assert best.seconds < price(asked, even).seconds
+    assert price(asked, best.plan).seconds == best.seconds

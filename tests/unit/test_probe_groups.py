@@ -47,9 +47,10 @@ def test_every_operator_runs_at_growing_sizes(dtype: torch.dtype) -> None:
     assert set(found) == set(get_args(Operator))
     for name, make in found.items():
         sizes = []
-        for size, run, count in make():
+        for timed in make():
             if not sizes:
-                run()
-            assert count >= 1
-            sizes.append(size)
+                timed.run()
+                assert timed.less is None or timed.less() is None
+            assert timed.count >= 1
+            sizes.append(timed.size)
         assert sizes == sorted(set(sizes)) and len(sizes) >= 2, name

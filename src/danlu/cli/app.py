@@ -12,7 +12,7 @@ from danlu.cli.check import check
 from danlu.cli.chips import chips
 from danlu.cli.dryrun import dryrun
 from danlu.cli.launch import launch
-from danlu.cli.plan import plan
+from danlu.cli.plan import PlanCommand, plan
 from danlu.cli.probe import probe
 from danlu.cli.resume import resume
 from danlu.cli.runs import runs
@@ -55,7 +55,7 @@ app.command()(launch)
 app.command()(runs)
 app.command()(show)
 app.command()(check)
-app.command()(plan)
+app.command(cls=PlanCommand)(plan)
 app.command()(dryrun)
 app.command()(probe)
 app.command()(validate)

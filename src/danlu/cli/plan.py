@@ -1,18 +1,45 @@
 """`danlu plan`: which layout, how fast, how many bytes, and why not the others, before anything starts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand
 
 from danlu.spec.description import Seconds
 from danlu.spec.load import load_cluster, load_recipe
 
 if TYPE_CHECKING:
     from danlu.planner import Answer, Question
+
+
+VERIFIED = 2
+"""Layouts that `--verify` runs dry unless told how many: the best, and the one to take where the best is refused."""
+
+
+class PlanCommand(TyperCommand):
+    """`danlu plan`, whose `--verify` may stand without a number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments, with the number of layouts filled in where there is none."""
+        return super().parse_args(ctx, _with_number(args))
+
+
+def _with_number(args: list[str]) -> list[str]:
+    """The same arguments with a number behind every `--verify`, which typer cannot have optional."""
+    filled: list[str] = []
+    for place, word in enumerate(args):
+        filled.append(word)
+        if word == "--verify" and not _is_number(args[place + 1 : place + 2]):
+            filled.append(str(VERIFIED))
+    return filled
+
+
+def _is_number(words: list[str]) -> bool:
+    return bool(words) and words[0].lstrip("-").isdecimal()
 
 
 def plan(
@@ -33,8 +60,10 @@ def plan(
     verify: Annotated[
         int,
         typer.Option(
-            help="Dry-run so many of the best layouts and hold the formulas against them; refuses what does not fit. "
-            "Needs torch. A layout takes seconds to minutes, and up to an hour with a thousand microbatches.",
+            help=f"Dry-run so many of the best layouts ({VERIFIED} if no number is given) and hold the formulas "
+            "against them; refuses what does not fit. Needs torch. A layout takes seconds to minutes, and up to an "
+            "hour with a thousand microbatches.",
+            metavar="[NUMBER]",
             min=0,
             max=10,
         ),

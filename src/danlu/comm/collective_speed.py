@@ -15,6 +15,8 @@ from danlu.spec.description import Description, Many
 from danlu.spec.numbers import divisors
 
 _LEAST_REPEATS, _MOST_REPEATS = 3, 200
+_SIDE = 512
+"""Rows of the product before a timed call: a few milliseconds of a core."""
 
 Fanouts = tuple[tuple[str, int], ...]
 """Levels of the network from the innermost outwards: name, and how many of the level below it joins."""
@@ -130,6 +132,7 @@ class CollectiveTimer:
         """Every operation gets `seconds`, over all `sizes` of its buffer in bytes."""
         self.runtime, self.device, self.rank = runtime, device, rank
         self.seconds, self.sizes = seconds, sizes
+        self._left, self._right = (torch.ones(_SIDE, _SIDE, device=device) for _ in range(2))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def fit(self, operation: Operation, grouping: Grouping) -> Fit:
@@ -174,14 +177,23 @@ class CollectiveTimer:
         spent: list[float] = []
         elapsed = 0.0  # of the slowest rank, so that all of them stop together
         while len(spent) < _MOST_REPEATS and (elapsed < budget or len(spent) < _LEAST_REPEATS):
-            chunk = [self._clock(run) for _ in range(_LEAST_REPEATS)]
+            chunk = [self._clock(run, working=group.operation != "p2p") for _ in range(_LEAST_REPEATS)]
             spent += chunk
             elapsed += agreed(sum(chunk), dist.ReduceOp.MAX, self.device)
         # A message goes there and back on the clock, so one way is half of it.
         each = statistics.median(spent) / (2 if group.operation == "p2p" else 1)
         return 4 * count, agreed(each, dist.ReduceOp.MAX, self.device)
 
-    def _clock(self, run: Callable[[], object]) -> float:
+    def _clock(self, run: Callable[[], object], working: bool) -> float:
+        """Seconds of one call, right after a product where ranks are `working`.
+
+        In a step ranks come to a collective from their work: not all at once, their caches full of other things, and
+        where they share cores with another that still computes. A message between two is timed by itself: what a
+        pipeline waits for the other rank is reckoned from its schedule.
+        """
+        if working:
+            torch.matmul(self._left, self._right)
+            self.runtime.synchronize()
         start = time.perf_counter()
         run()
         self.runtime.synchronize()

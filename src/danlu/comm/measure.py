@@ -1,8 +1,12 @@
 """Measure ranks at work together: each one's share of the machine, and what their collectives cost."""
 
 import multiprocessing
+import statistics
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -58,8 +62,22 @@ QUICK = Effort(
     dtypes=("fp32", "bf16"),
 )
 
-Timed = tuple[float, Callable[[], object], float]
-"""A size, what to run, and how many of that size it does at once."""
+_KEPT = 64 * _MIB
+"""Bytes of results that stay while more are made, as activations do: the next goes where no cache has been lately."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One size of an operator, ready to run."""
+
+    size: float
+    run: Callable[[], object]
+    count: float = 1
+    """How many of that size it does at once."""
+    less: Callable[[], object] | None = None
+    """What of `run` is not meant: its time is taken off. Ranks run both equally often, so they may meet in them."""
+
+
 Operators = Callable[[torch.device, torch.dtype], dict[Operator, Callable[[], Iterable[Timed]]]]
 """Makes the runs of every operator; a function of a module, because ranks are started afresh and look it up."""
 
@@ -284,7 +302,37 @@ class _Session:
 
     def _curve(self, runs: Iterable[Timed], seconds: float) -> Curve:
         sizes, times = [], []
-        for size, run, count in runs:
-            sizes.append(size)
-            times.append(self._mean(steady_seconds(run, self.device, seconds)) / count)
+        for timed in runs:
+            if timed.less is None:
+                spent = self._mean(steady_seconds(_keeping(timed.run), self.device, seconds))
+            else:
+                spent = self._beside(timed.run, timed.less, seconds)
+            sizes.append(timed.size)
+            times.append(spent / timed.count)
         return Curve(sizes=tuple(sizes), seconds=tuple(times))
+
+    def _beside(self, run: Callable[[], object], less: Callable[[], object], seconds: float) -> float:
+        """How much longer the one takes than the other: the median over turns in which each is run once."""
+        turns = max(5, int(4 * seconds / agreed(self._once(run) + self._once(less), dist.ReduceOp.MAX, self.device)))
+        spent = [self._once(run) - self._once(less) for _ in range(turns)]
+        # Never nothing: a curve on logarithmic scales has no place for it.
+        return self._mean(max(1e-6, statistics.median(spent)))
+
+    def _once(self, run: Callable[[], object]) -> float:
+        self.runtime.synchronize()
+        start = time.perf_counter()
+        run()
+        self.runtime.synchronize()
+        return time.perf_counter() - start
+
+
+def _keeping(run: Callable[[], object]) -> Callable[[], object]:
+    """The same run, with its last results kept."""
+    each = _bytes(run())
+    kept: deque[object] = deque(maxlen=max(1, _KEPT // each) if each else 1)
+    return lambda: kept.append(run())
+
+
+def _bytes(result: object) -> int:
+    parts = result if isinstance(result, tuple | list) else (result,)
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, torch.Tensor))

@@ -69,7 +69,7 @@ class Counting(Cutting):
         tp = self.cut.tp
         if tp == 1:
             return 0.0
-        stream = 2.0 * self._tokens * self.shape.width
+        stream = float(self.software.activation_bytes * self._tokens * self.shape.width)
         both = stream / tp + stream
         again = {"full": both, "elementwise": stream / tp}.get(self.software.recompute or "none", 0.0)
         total = 0.0
@@ -87,7 +87,8 @@ class Counting(Cutting):
         if cut.cp == 1:
             return 0.0
         heads, groups = shape.heads // cut.tp, max(shape.kv_heads // cut.tp, cut.cp)
-        once = 2.0 * self._tokens * (heads * (shape.head + shape.value) + groups * (shape.head + shape.value))
+        elements = self._tokens * (heads + groups) * (shape.head + shape.value)
+        once = float(self.software.activation_bytes * elements)
         return self.layout.microbatches * holding.layers * once * self._passes
 
     def _expert(self, holding: Holding) -> float:
@@ -95,7 +96,8 @@ class Counting(Cutting):
         cut, shape = self.cut, self.shape
         if cut.ep == 1:
             return 0.0
-        rows = 2.0 * shape.top_k * self._tokens / cut.tp * shape.width * self.software.imbalance
+        copies = shape.top_k * self._tokens / cut.tp * self.software.imbalance
+        rows = self.software.activation_bytes * copies * shape.width
         return self.layout.microbatches * holding.moe * 2 * rows * self._passes
 
     @property
@@ -135,7 +137,7 @@ class Counting(Cutting):
         layout = self.layout
         if layout.pp == 1:
             return 0.0
-        stream = 2.0 * self._tokens * self.shape.width / layout.tp
+        stream = self.software.activation_bytes * self._tokens * self.shape.width / layout.tp
         stages = layout.pp * layout.stages_per_rank
         mine = [rank + turn * layout.pp for turn in range(layout.stages_per_rank)]
         if layout.schedule == "zbv":

@@ -26,6 +26,7 @@ from danlu.cost.operators import Device, elementwise, flash_attention, fused_att
 from danlu.cost.overlap import exposed
 from danlu.cost.shape import Shape
 from danlu.cost.software import Software
+from danlu.spec.cluster import SHARED_TOKENS, SHARED_WIDTH
 
 
 class Cut(NamedTuple):
@@ -111,7 +112,7 @@ def layer_time(
         attention=core,
         linear=linear,
         elementwise=_elementwise(shape, tokens, cut, device, software, moe, moved, kernels, backward=False),
-        tensor=_tensor(shape, tokens, cut, device.width, network, software, habits, moe),
+        tensor=_tensor(shape, tokens, cut, device, network, software, habits, moe),
         context=_context(shape, tokens, cut, device.width, network, software, core, 1),
     )
     backward = Pass(
@@ -120,7 +121,7 @@ def layer_time(
         elementwise=_elementwise(
             shape, tokens, cut, device, software, moe, moved_backward, kernels * 3 // 2, backward=True
         ),
-        tensor=_tensor(shape, tokens, cut, device.width, network, software, habits, moe),
+        tensor=_tensor(shape, tokens, cut, device, network, software, habits, moe),
         context=_context(shape, tokens, cut, device.width, network, software, core_backward, 2),
     )
     if moe:
@@ -263,19 +264,24 @@ def _tensor(
     shape: Shape,
     tokens: int,
     cut: Cut,
-    width: int,
+    device: Device,
     network: Network,
     software: Software,
     habits: Habits,
     moe: bool,
 ) -> float:
-    """Exposed traffic of tensor parallelism in one pass, for activations of `width` bytes."""
+    """Exposed traffic of tensor parallelism in one pass."""
     if cut.tp == 1:
         return 0.0
-    stream = width * tokens * shape.width
+    stream = device.width * tokens * shape.width
     blocks = 1 + (not moe or shape.shared_width > 0)
     if software.sequence_parallel:
         once = all_gather(network, cut.tp_span, stream) + reduce_scatter(network, cut.tp_span, stream)
+        if device.measured:
+            # What was measured of shared layers holds collectives already, of a short stream.
+            short = min(stream, device.width * SHARED_TOKENS * SHARED_WIDTH)
+            least = all_gather(network, cut.tp_span, short) + reduce_scatter(network, cut.tp_span, short)
+            once = max(0.0, once - least)
     else:
         once = all_reduce(network, cut.tp_span, stream)
     return blocks * once * ((1 - habits.tensor_hidden) if software.hides_tensor else 1.0)

@@ -95,20 +95,23 @@ def layer_activations(shape: Shape, cut: Cut, software: Software, *, moe: bool, 
     """Bytes that one layer keeps of one microbatch for its backward pass; in fp8, inputs of products take one each."""
     tokens = cut.sequences * cut.length / cut.cp
     stream = tokens * shape.width / (cut.tp if software.sequence_parallel else 1)
+    each = float(software.activation_bytes)
     if software.recompute == "full":
-        return 2.0 * stream
+        return each * stream
     if software.recompute == "alternate":
         return _alternate(shape, cut, software, tokens, stream, moe)
     if software.recompute == "elementwise" and not software.preallocates:
         return _products(shape, cut, software, tokens, stream, moe)
-    width = 1.0 if fp8 else 2.0
+    width = 1.0 if fp8 else each
     attention = _attention(shape, cut, software, tokens, width)
     # Inputs of both norms, and of the products behind them.
     inputs = tokens * shape.width if software.keeps_gathered else stream
-    kept = 4.0 * stream + (0.0 if software.recompute == "elementwise" else 2 * width * inputs)
+    kept = 2 * each * stream + (0.0 if software.recompute == "elementwise" else 2 * width * inputs)
     if software.eager and software.recompute != "elementwise":
-        # What a compiler would fuse away: fp32 copies in norms and in the rotation of queries and keys.
-        kept += 8.0 * stream + 4.0 * tokens * (shape.heads + shape.kv_heads) * shape.head / cut.tp
+        # What a compiler would fuse away: what norms make in fp32, and fp32 copies of queries and keys to be rotated.
+        kept += 8.0 * stream
+        if each < 4:
+            kept += 4.0 * tokens * (shape.heads + shape.kv_heads) * shape.head / cut.tp
     return kept + attention + _feed_forward(shape, cut, software, tokens, width, moe)
 
 
@@ -122,16 +125,16 @@ def layer_gradients(shape: Shape, cut: Cut, software: Software, *, moe: bool) ->
     hidden = tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
     if moe:
         hidden += tokens * shape.top_k / cut.tp * shape.expert_width * software.imbalance
-    return 2.0 * (shape.into + 1) * hidden + 4.0 * stream
+    return software.activation_bytes * ((shape.into + 1) * hidden + 2.0 * stream)
 
 
 def _alternate(shape: Shape, cut: Cut, software: Software, tokens: float, stream: float, moe: bool) -> float:
     """Input and output of attention, and the first, third, fifth and seventh of seven products (torchtitan)."""
-    saved = 2.0 * tokens * (2 * shape.heads * shape.head + shape.kv_heads * shape.value) / cut.tp
-    hidden = 2.0 * tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
+    saved = tokens * (2 * shape.heads * shape.head + shape.kv_heads * shape.value) / cut.tp
+    hidden = tokens * (shape.shared_width if moe else shape.mlp) / cut.tp
     if moe:
-        hidden += 2.0 * tokens * shape.top_k / cut.tp * (shape.expert_width + 2 * shape.width) * software.imbalance
-    return saved + hidden + 4.0 * stream
+        hidden += tokens * shape.top_k / cut.tp * (shape.expert_width + 2 * shape.width) * software.imbalance
+    return software.activation_bytes * (saved + hidden + 2.0 * stream)
 
 
 def _products(shape: Shape, cut: Cut, software: Software, tokens: float, stream: float, moe: bool) -> float:
@@ -140,25 +143,27 @@ def _products(shape: Shape, cut: Cut, software: Software, tokens: float, stream:
     A product that is summed over ranks is kept before and after; experts are a region by themselves, so that the norm
     before them and the copies of routed tokens, there and back, are kept too.
     """
-    summed = 2.0 * tokens * shape.width + (2.0 * stream if cut.tp > 1 else 0.0)
+    each = float(software.activation_bytes)
+    summed = each * (tokens * shape.width + (stream if cut.tp > 1 else 0.0))
     exchanged = 2 if cut.cp > 1 else 1
-    kept = 2.0 * stream + summed + exchanged * _attention(shape, cut, software, tokens, 2.0)
+    kept = each * stream + summed + exchanged * _attention(shape, cut, software, tokens, each)
     hidden = shape.shared_width if moe else shape.mlp
-    kept += 2.0 * shape.into * tokens * hidden / cut.tp + (summed if hidden else 0.0)
+    kept += each * shape.into * tokens * hidden / cut.tp + (summed if hidden else 0.0)
     if not moe:
         return kept
     rows = tokens * shape.top_k / cut.tp * software.imbalance
-    return kept + 6.0 * stream + rows * (8.0 * shape.width + 2.0 * shape.into * shape.expert_width)
+    return kept + each * (3.0 * stream + rows * (4.0 * shape.width + shape.into * shape.expert_width))
 
 
 def _attention(shape: Shape, cut: Cut, software: Software, tokens: float, width: float) -> float:
     """Queries, keys and values, the output, and whatever of the scores is kept."""
     heads, groups = shape.heads / cut.tp, max(1, shape.kv_heads // cut.tp)
-    inputs = 2.0 * tokens * (heads * shape.head + groups * (shape.head + shape.value))
+    each = software.activation_bytes
+    inputs = each * tokens * (heads * shape.head + groups * (shape.head + shape.value))
     kept = inputs + width * tokens * heads * shape.value
     if shape.latent:
         low = shape.latent
-        kept += 2.0 * tokens * (2 * low.query_rank + 2 * low.key_value_rank + low.rotary)
+        kept += each * tokens * (2 * low.query_rank + 2 * low.key_value_rank + low.rotary)
         if software.recompute == "latent":
             kept -= inputs
     if software.attention == "fused" and software.recompute != "selective":
@@ -168,15 +173,16 @@ def _attention(shape: Shape, cut: Cut, software: Software, tokens: float, width:
 
 def _feed_forward(shape: Shape, cut: Cut, software: Software, tokens: float, width: float, moe: bool) -> float:
     """Bytes kept by the feed-forward network, or by router, experts and shared experts."""
-    copies = 2.0 * shape.into + (0.0 if software.recompute == "elementwise" else width)
+    each = software.activation_bytes
+    copies = float(each * shape.into) + (0.0 if software.recompute == "elementwise" else width)
     if software.eager and shape.gated and software.recompute != "elementwise":
-        copies += 2.0  # the gate after its own activation
+        copies += each  # the gate after its own activation
     hidden = tokens * (shape.shared_width if moe else shape.mlp) / cut.tp * copies
     if not moe:
         return hidden
     rows = tokens * shape.top_k / cut.tp * software.imbalance
     # A routed token's input, its copy back, and the experts' hidden features; scores in fp32.
-    routed = rows * ((2 + width) * shape.width + copies * shape.expert_width)
+    routed = rows * ((each + width) * shape.width + copies * shape.expert_width)
     return hidden + routed + 4.0 * 2 * tokens / cut.tp * shape.experts
 
 
@@ -187,7 +193,7 @@ def pipe_buffers(holding: Holding, cut: Cut, shape: Shape, flight: float, softwa
     """
     if not software.serial_transfers or not holding.layers:
         return 0.0
-    stream = 2.0 * cut.sequences * cut.length / cut.cp * shape.width
+    stream = software.activation_bytes * cut.sequences * cut.length / cut.cp * shape.width
     kept = holding.layers * stream if software.recompute == "full" else stream
     return flight * stream + kept
 

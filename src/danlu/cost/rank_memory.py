@@ -13,9 +13,6 @@ from danlu.cost.memory import (
 from danlu.cost.schedule import ACTIVE_STAGES, HALVING
 from danlu.cost.stages import Held, Holding
 
-HALF = 2
-"""Bytes of a gradient as a product makes it, before it is added to those of other microbatches."""
-
 
 class RankMemory(Cutting):
     """The working of one layout's bytes."""
@@ -80,14 +77,16 @@ class RankMemory(Cutting):
         ends = table if holding.embedding or holding.head else 0.0
         always = whole.always * min(1.0, ACTIVE_STAGES / stages)
         layer = max(0.0, mine.dense + mine.experts - ends) / max(1, holding.layers)
-        stream = 2.0 * cut.sequences * cut.length / cut.cp * shape.width / layout.tp
+        # A gradient, too, is made by a product in the precision of activations, before it is added to those of others.
+        each = self.software.activation_bytes
+        stream = each * cut.sequences * cut.length / cut.cp * shape.width / layout.tp
         # Of every microbatch in flight a stage holds what it sent on; two more are on their way in, and two out.
         piped = (flight * stages + 4) * stream + for_weights if layout.pp > 1 else 0.0
         # Gradients of earlier microbatches are there unless all of them are still in flight.
         later = gradients if layout.microbatches > flight else 0.0
         again = self.of.kept(cut, holding.moe > 0)[1]
         before = max(0.0, flight - 1 / stages)
-        product = shape.width * max(shape.mlp / layout.tp, shape.expert_width) * HALF
+        product = shape.width * max(shape.mlp / layout.tp, shape.expert_width) * each
 
         def at(activations: float, logits: float, grads: float, buffers: float) -> Memory:
             return self._memory((parameters, grads, optimizer), activations + piped, logits, always + buffers)
@@ -97,7 +96,7 @@ class RankMemory(Cutting):
         moments = [at(kept * flight + again, 0.0, later + product, around if layout.reshards else 0.0)]
         if layout.microbatches > 1:
             # One microbatch less in flight, and all gradients: where none were there before.
-            moments.append(at(kept * before, 0.0, gradients + max(layer, ends) * HALF, 0.0))
+            moments.append(at(kept * before, 0.0, gradients + max(layer, ends) * each, 0.0))
         if holding.head:
             together = layout.microbatches if layout.schedule == "gpipe" and layout.pp > 1 else 1
             logits = self._logits(together)
@@ -106,7 +105,7 @@ class RankMemory(Cutting):
                 moments.append(at(kept * before + 4 * stream, self._logits(together - 1), gradients, whole.head))
         # At the end the largest unit's gradients are on their way; in a pipeline all are long added up.
         unit = max(ends, layer)
-        new = 0.0 if self.deferred else unit * HALF
+        new = 0.0 if self.deferred else unit * each
         moments.append(at(0.0, 0.0, gradients + new, unit * self.software.gradient_bytes))
         return max(moments, key=lambda memory: memory.allocated)
 
@@ -121,9 +120,10 @@ class RankMemory(Cutting):
         rows = tokens * shape.top_k * self.software.imbalance if holding.moe else 0.0
         split = tokens * ((shape.heads + 2 * shape.kv_heads) * shape.head + shape.into * hidden)
         split += rows * (shape.into * shape.expert_width + shape.width) + 4.0 * tokens * shape.width
-        each = 2.0 * split / cut.tp + 4.0 * tokens * shape.width
+        size = self.software.activation_bytes
+        each = size * (split / cut.tp + 2.0 * tokens * shape.width)
         behind = min(rank, self.layout.microbatches * self.layout.stages_per_rank)
-        scores = 2.0 * tokens * shape.vocabulary / cut.tp if holding.head else 0.0
+        scores = size * tokens * shape.vocabulary / cut.tp if holding.head else 0.0
         return (behind + 1) * each * holding.layers / self.layout.stages_per_rank + behind * scores
 
     def _logits(self, together: int) -> float:
@@ -133,7 +133,7 @@ class RankMemory(Cutting):
         precision, fp32 and the gradient. A pipeline also keeps the scores as its output.
         """
         scores = logit_bytes(self.shape, self.cut, self.software) / self.software.logit_bytes
-        piped = 2.0 if self.layout.pp > 1 else 0.0
+        piped = float(self.software.activation_bytes) if self.layout.pp > 1 else 0.0
         at_loss = (12.0 if self.layout.tp == 1 else 10.0) + piped
         return scores * (at_loss + (together - 1) * (4.0 + piped))
 

@@ -84,6 +84,8 @@ class Software:
     "DeepSeek-V3", 2024, section 2.2)."""
     gradient_bytes: int = 4
     """Bytes of a gradient as it is kept and reduced."""
+    activation_bytes: int = 2
+    """Bytes of an element of the activations that are kept and sent."""
     parameter_bytes: int = 2
     """Bytes of a parameter as it is computed with and gathered; the fp32 copy is the optimiser's."""
     optimizer_bytes: int = 12

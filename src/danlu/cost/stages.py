@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from danlu.cost.shape import Shape
+from danlu.spec.plan import evenly
 
 
 class Holding(NamedTuple):
@@ -69,13 +70,11 @@ def holdings(
 
 def _even(layers: int, stages: int, slots: bool) -> tuple[int, ...]:
     if slots and stages > 1:
-        counts = list(_even(layers + 2, stages, False))
+        counts = list(evenly(layers + 2, stages))
         counts[0] -= 1
         counts[-1] -= 1
         return tuple(counts)
-    base, extra = divmod(layers, stages)
-    first = (stages - extra) // 2
-    return tuple(base + (first <= stage < first + extra) for stage in range(stages))
+    return evenly(layers, stages)
 
 
 @lru_cache(maxsize=8192)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from danlu.comm.measure import Timed
 from danlu.framework.moe import MoeLayer
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.placements import tensor_placements
@@ -21,13 +22,11 @@ from danlu.framework.transformer import Decoder, rotate
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.norm import clip, local_square_sum
 from danlu.parallel.tensor import apply_tp
-from danlu.spec.cluster import Operator
+from danlu.spec.cluster import SHARED_TOKENS, SHARED_WIDTH, Operator
 from danlu.spec.model import Model, Moe
 from danlu.spec.recipe import Optimizer
 
 Run = Callable[[], object]
-Timed = tuple[float, Run, float]
-"""A size, what to run, and how many of that size it does at once."""
 
 _WIDTH = 512
 _HEAD = 64
@@ -37,6 +36,7 @@ _TOKENS = (64, 256, 512, 1024, 2048, 4096)
 """Of one microbatch, for operators that move bytes: close together, because caches and page faults make steps."""
 _LENGTHS = (128, 256, 512, 1024, 2048)
 _VOCABULARY = 4096
+_SPLIT_HEADS = 4
 
 
 def operators(device: torch.device, dtype: torch.dtype) -> dict[Operator, Callable[[], Iterable[Timed]]]:
@@ -48,40 +48,40 @@ def operators(device: torch.device, dtype: torch.dtype) -> dict[Operator, Callab
     def matmul() -> Iterable[Timed]:
         for tokens in (16, 128, 1024):
             inputs = values(tokens, 1024), values(1024, 1024), values(tokens, 1024)
-            yield 2.0 * tokens * 1024**2, partial(_products, *inputs), 3
+            yield Timed(2.0 * tokens * 1024**2, partial(_products, *inputs), 3)
 
     def heads(back: bool) -> Iterable[Timed]:
         for length in _LENGTHS:
             sequences = max(1, 1024 // length)
             qkv = [values(sequences, length, _HEADS, _HEAD).transpose(1, 2) for _ in range(3)]
-            yield float(length), _pass(_attend, qkv, back), sequences * _HEADS
+            yield Timed(float(length), _pass(_attend, qkv, back), sequences * _HEADS)
 
     def streams(make: Callable[[Tensor], Tensor], back: bool, *feature: int) -> Iterable[Timed]:
         for tokens in _TOKENS:
             x = values(1, tokens, *feature)
-            yield float(x.numel()), _pass(make, [x], back), 1
+            yield Timed(float(x.numel()), _pass(make, [x], back), 1)
 
     def hidden(back: bool) -> Iterable[Timed]:
         for tokens in _TOKENS:
             inputs = [values(tokens, _WIDTH), values(tokens, _WIDTH)]
-            yield float(inputs[0].numel()), _pass(_activate, inputs, back), 1
+            yield Timed(float(inputs[0].numel()), _pass(_activate, inputs, back), 1)
 
     def sums(run: Callable[[Tensor, Tensor], Tensor]) -> Iterable[Timed]:
         for tokens in _TOKENS:
             x, y = values(tokens, _WIDTH).detach(), values(tokens, _WIDTH).detach()
-            yield float(x.numel()), partial(run, x, y), 1
+            yield Timed(float(x.numel()), partial(run, x, y), 1)
 
     def scores(back: bool) -> Iterable[Timed]:
         for tokens in (32, 128, 512, 1024, 2048):
             x = values(1, tokens, _VOCABULARY)
-            yield float(x.numel()), _pass(_score, [x], back), 1
+            yield Timed(float(x.numel()), _pass(_score, [x], back), 1)
 
     def routed(back: bool) -> Iterable[Timed]:
         layer = MoeLayer(_WIDTH, Moe(experts=_EXPERTS, top_k=_TOP_K, width=1), "swiglu", None).to(device, dtype)
         layer.exchange = _Nowhere()
         for tokens in _TOKENS:
             x = values(1, tokens, _WIDTH)
-            yield float(_TOP_K * x.numel()), _pass(layer, [x], back), 1
+            yield Timed(float(_TOP_K * x.numel()), _pass(layer, [x], back), 1)
 
     def update() -> Iterable[Timed]:
         for width in (128, 512, 1024):
@@ -173,7 +173,7 @@ def _updated(parts: list[nn.Module], device: torch.device) -> Timed:
         clip(parameters, norm, norm / 2)
         optimizer.step()
 
-    return float(sum(parameter.numel() for parameter in parameters)), run, 1
+    return Timed(float(sum(parameter.numel() for parameter in parameters)), run)
 
 
 class _Use(torch.autograd.Function):
@@ -217,21 +217,48 @@ def _sharded(width: int, device: torch.device, dtype: torch.dtype) -> Timed:
         for parameter in module.parameters():
             parameter.grad = None
 
-    return 8.0 * width**2, run, 1
+    return Timed(8.0 * width**2, run)
 
 
 def _shared(layers: int, device: torch.device, dtype: torch.dtype) -> Timed:
-    """Small layers whose matrices are shared over this rank alone."""
-    model = Model(vocabulary=64, layers=layers, width=64, heads=4, mlp_width=64, sequence=16)
-    part = Decoder(model, first=False, last=False).to(device, dtype)
-    apply_tp(part, tensor_placements(part), _mesh_of_one(device))
-    x = torch.zeros(1, 16, 64, device=device, dtype=dtype, requires_grad=True)
+    """Layers whose matrices this rank shares with its neighbour, less what the rank computes of them.
 
-    def run() -> None:
-        part(x).sum().backward()
+    Of a size that fills caches between two operators: dispatched one right after the other they are twice as quick.
+    """
+    mesh = _mesh_of_neighbours(device)
+    ranks = mesh.size()
+    part, whole = _layers(layers, _SPLIT_HEADS, device, dtype), _layers(layers, _SPLIT_HEADS // ranks, device, dtype)
+    apply_tp(part, tensor_placements(part), mesh)
+    length = SHARED_TOKENS // ranks
+    x, y = (
+        torch.zeros(1, n, SHARED_WIDTH, device=device, dtype=dtype).requires_grad_() for n in (length, SHARED_TOKENS)
+    )
+    return Timed(float(layers), _both_passes(part, x), less=_both_passes(whole, y))
 
-    return float(layers), run, 1
+
+def _both_passes(part: nn.Module, x: Tensor) -> Run:
+    x.requires_grad_()
+    return lambda: part(x).sum().backward()
+
+
+def _layers(layers: int, heads: int, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Layers with so many heads, and a feed-forward network as wide as they ask for."""
+    model = Model(
+        vocabulary=64, layers=layers, width=SHARED_WIDTH, heads=heads, head_width=_HEAD, mlp_width=heads * 176,
+        sequence=SHARED_TOKENS,
+    )  # fmt: skip
+    return Decoder(model, first=False, last=False).to(device, dtype)
 
 
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), device.type)
+    return _mesh_of([dist.get_rank()], device)
+
+
+def _mesh_of_neighbours(device: torch.device) -> DeviceMesh:
+    """This rank and the one beside it; an odd last one by itself."""
+    first = dist.get_rank() // 2 * 2
+    return _mesh_of([rank for rank in (first, first + 1) if rank < dist.get_world_size()], device)
+
+
+def _mesh_of(ranks: list[int], device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(ranks, use_local_synchronization=True), device.type)

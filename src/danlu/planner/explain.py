@@ -174,6 +174,8 @@ def neighbours(
     yield from _split_neighbours(candidate, only_smaller)
     for axis in ("tp", "cp", "pp", "ep"):
         yield from _degree_neighbours(candidate, axis, only_smaller)
+    if work.layers:
+        yield "layers as even as possible", candidate._replace(work=work._replace(layers=()))
     if core.pp > 1 and not only_smaller:
         for schedule in SCHEDULES:
             if schedule != work.schedule:
@@ -200,6 +202,8 @@ def _degree_neighbours(candidate: Candidate, axis: str, only_smaller: bool) -> I
             if then and (now % 2 == 0 or then > now) and not (only_smaller and then < now):
                 yield f"ep {now} → {then}", candidate._replace(core=core._replace(ep=then))
         return
+    if axis == "pp":
+        work = work._replace(layers=())  # other stages hold other layers
     if core.data % 2 == 0:
         less = Split(split.replicate, split.shard // 2, split.reshards)
         if split.shard % 2:

@@ -29,6 +29,7 @@ def software_of(question: Question, recompute: Recompute) -> Software:
         OURS,
         recompute=_AGAIN[recompute],  # type: ignore[arg-type]
         imbalance=question.imbalance,
+        activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
         gradient_bytes=_BYTES[precision.reduce],
     )
@@ -139,6 +140,7 @@ class Pricing:
             microbatches=core.microbatches,
             schedule=work.schedule,
             stages_per_rank=work.virtual,
+            stage_layers=work.layers,
             reshards=split.reshards,
             spans=spans,
         )

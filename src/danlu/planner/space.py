@@ -6,13 +6,14 @@ a backward pass, and the microbatches. What a rule said of a part is kept.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from danlu.planner.question import RECOMPUTES, SCHEDULES, VIRTUAL, Question
 from danlu.spec.load import Sourced
 from danlu.spec.numbers import divisors
-from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, Pipeline, Plan, Schedule
+from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, Pipeline, Plan, Schedule, evenly
 from danlu.spec.problem import Problem
 from danlu.spec.rules.batch import microbatches_fill_the_pipeline
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
@@ -20,6 +21,8 @@ from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.toml import Document
 
 Recompute = Literal["none", "selective", "full"]
+LIGHTER_ENDS = ((0, 1), (1, 1))
+"""Layers fewer on the first and on the last stage that are searched: the embedding, the head and the loss weigh too."""
 
 
 class Core(NamedTuple):
@@ -40,6 +43,8 @@ class Work(NamedTuple):
     schedule: Schedule
     virtual: int
     recompute: Recompute
+    layers: tuple[int, ...] = ()
+    """Of every stage; as even as possible when left out."""
 
 
 class Split(NamedTuple):
@@ -71,7 +76,7 @@ class Candidate(NamedTuple):
             degrees=self.degrees,
             mapping=mapping or {},  # type: ignore[arg-type]
             microbatches=core.microbatches,
-            pipeline=Pipeline(schedule=work.schedule, stages_per_rank=work.virtual) if core.pp > 1 else Pipeline(),
+            pipeline=_pipeline(work) if core.pp > 1 else Pipeline(),
             recompute=work.recompute,
             reshard_after_forward=None if self.split.reshards == usual else self.split.reshards,
         )
@@ -81,7 +86,7 @@ def candidate_of(plan: Plan) -> Candidate:
     """The layout of a plan, without its place on the network."""
     degrees, pipeline = plan.degrees, plan.pipeline
     core = Core(degrees.pp, degrees.cp, degrees.tp, degrees.ep, degrees.data, plan.microbatches)
-    work = Work(pipeline.schedule, pipeline.stages_per_rank, plan.recompute)
+    work = Work(pipeline.schedule, pipeline.stages_per_rank, plan.recompute, tuple(pipeline.layers))
     return Candidate(core, work, Split(degrees.replicate, degrees.shard, plan.reshards))
 
 
@@ -126,10 +131,19 @@ class Space:
             for virtual in VIRTUAL if schedule in LOOPED_SCHEDULES else (1,):
                 if not allow("virtual", virtual):
                     continue
-                for recompute in RECOMPUTES:
-                    work = Work(schedule, virtual, recompute)  # type: ignore[arg-type]
+                for recompute, layers in product(RECOMPUTES, self._cuts(pp * virtual)):
+                    work = Work(schedule, virtual, recompute, layers)  # type: ignore[arg-type]
                     if allow("recompute", recompute) and not self.stage_problem(pp, work, False):
                         yield work
+
+    def _cuts(self, stages: int) -> list[tuple[int, ...]]:
+        """Ways to cut layers into stages: as even as possible, and with fewer beside the head, or beside both ends."""
+        cuts: list[tuple[int, ...]] = [()]
+        layers = self.question.model.layers
+        if 1 < stages < layers:
+            even = evenly(layers, stages)
+            cuts += [cut for spared in LIGHTER_ENDS if (cut := _lighter(layers, stages, *spared)) != even]
+        return cuts
 
     def works_of(self, core: Core) -> tuple[Work, ...]:
         """Every pipeline that the microbatches of a core fill."""
@@ -186,9 +200,13 @@ class Space:
 
     def _stage_problem(self, pp: int, work: Work, reshards: bool) -> Problem | None:
         """What the rules say against a pipeline."""
-        pipeline = Pipeline(schedule=work.schedule, stages_per_rank=work.virtual)
         plan = _sourced(
-            Plan(degrees=Degrees(pp=pp), pipeline=pipeline, recompute=work.recompute, reshard_after_forward=reshards)
+            Plan(
+                degrees=Degrees(pp=pp),
+                pipeline=_pipeline(work),
+                recompute=work.recompute,
+                reshard_after_forward=reshards,
+            )
         )
         problems = (problem for rule in STAGE_RULES for problem in rule(plan))
         problem = next(problems, None)
@@ -199,6 +217,18 @@ class Space:
         pipeline = Pipeline(schedule=schedule, stages_per_rank=virtual)
         plan = _sourced(Plan(degrees=Degrees(pp=pp), pipeline=pipeline, microbatches=microbatches))
         return next(microbatches_fill_the_pipeline(self._recipe, plan), None)
+
+
+def _lighter(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Even stages, of which the first and the last hold so many layers fewer."""
+    counts = list(evenly(layers + first + last, stages))
+    counts[0] -= first
+    counts[-1] -= last
+    return tuple(counts)
+
+
+def _pipeline(work: Work) -> Pipeline:
+    return Pipeline(schedule=work.schedule, stages_per_rank=work.virtual, layers=work.layers)
 
 
 def _sourced(plan: Plan) -> Sourced[Plan]:

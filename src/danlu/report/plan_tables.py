@@ -47,11 +47,13 @@ def degrees_text(choice: Choice) -> str:
 
 
 def schedule_text(choice: Choice) -> str:
-    """Schedule and stages a rank."""
+    """Schedule and stages a rank; layers of the first, the fullest and the last stage where they are not even."""
     core, work, _ = choice.candidate
     if core.pp == 1:
         return MISSING
-    return work.schedule if work.virtual == 1 else f"{work.schedule} ×{work.virtual}"
+    text = work.schedule if work.virtual == 1 else f"{work.schedule} ×{work.virtual}"
+    layers = work.layers
+    return f"{text} ({layers[0]}…{max(layers)}…{layers[-1]})" if layers else text
 
 
 def sharding_text(choice: Choice) -> str:

@@ -39,8 +39,12 @@ Operator = Literal[
   layer, of a sum, of a copy, of the scores, of token copies times the width
 - optimizer: parameters
 - unit: parameters of a module that is sharded over one rank: gathered twice, reduced once, and nothing computed
-- split: layers whose matrices are shared by one rank, forward and backward, with next to nothing to compute
+- split: layers whose matrices two ranks share, forward and backward, less what a rank computes of them: the host's work
+  on distributed tensors, and collectives of `SHARED_TOKENS` × `SHARED_WIDTH` elements
 """
+SHARED_TOKENS = 256
+SHARED_WIDTH = 256
+"""The stream of the layers that `split` is measured with."""
 
 
 class Curve(Description):

@@ -131,11 +131,16 @@ class Plan(Description):
         """
         counts = list(self.pipeline.layers)
         if not counts:
-            base, extra = divmod(layers, self.stages)
-            first = (self.stages - extra) // 2
-            counts = [base + (first <= stage < first + extra) for stage in range(self.stages)]
+            counts = list(evenly(layers, self.stages))
         starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
         return tuple(range(start, end) for start, end in pairwise(starts))
+
+
+def evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of every stage, as even as possible; those in the middle take what is left over."""
+    base, extra = divmod(layers, stages)
+    first = (stages - extra) // 2
+    return tuple(base + (first <= stage < first + extra) for stage in range(stages))
 
 
 def fully_sharded(world: int) -> Plan:
