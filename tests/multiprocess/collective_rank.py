@@ -411,7 +411,10 @@ def what_is_not_finite_is_set_aside(folder: Path) -> None:
     broken = tensors(30, Shard(0))
     if dist.get_rank() == 1:
         broken["model.blocks.0.weight"].to_local()[0, 0] = float("nan")
-    checkpoints.save(30, broken, {"step": 30})
+    refused(
+        "not finite, and is set aside" if dist.get_rank() == 0 else "could not be saved by another rank",
+        lambda: checkpoints.save(30, broken, {"step": 30}),
+    )
     assert checkpoints.latest() == 20
     assert checkpoints.shelf.quarantined() == [30]
 

@@ -24,6 +24,7 @@ from danlu.storage.local_store import LocalStore
 from danlu.storage.persistent_store import PersistentStore
 from danlu.storage.store import Store
 
+_PAUSE = 1.0
 SLOTS = 2
 """Buffers in host memory: one is filled while the other drains."""
 
@@ -228,22 +229,20 @@ class Saver:
 
     def _afterwards(self, save: Save, leaf: Leaf, manifest: bytes | None) -> str:
         """What is due once a checkpoint counts; what of it went wrong: the checkpoint is there all the same."""
-        troubles = []
+        if manifest is not None and not open_manifest(manifest, folder_of(save.step)).finite:
+            self.shelf.set_aside(save.step)
+            raise SaveFailed("it has numbers that are not finite, and is set aside")
+        troubles, what = [], "is not proven to be whole, so that older ones are kept"
         try:
+            self._read_back(save, leaf)
+            self.proven = save.step
+            what = "has no parity for some of its files"
             if self.policy.parity:
                 if manifest is not None:
                     self.store.write(f"{folder_of(save.step)}/{twin_of(MANIFEST)}", [manifest])
                 self._protect(save)
-        except (OSError, EOFError, SaveFailed) as error:
-            troubles.append(f"has no parity for some of its files: {type(error).__name__}: {error}")
-        try:
-            if manifest is not None and not open_manifest(manifest, folder_of(save.step)).finite:
-                self.shelf.set_aside(save.step)
-                troubles.append("is not finite; it is set aside")
-            elif self._is_read_back(save, leaf):
-                self.proven = save.step
-        except (OSError, EOFError, Damaged) as error:
-            troubles.append(f"is not proven to be whole, so that older ones are kept: {type(error).__name__}: {error}")
+        except (OSError, EOFError, Damaged, SaveFailed) as error:
+            troubles.append(f"{what}: {type(error).__name__}: {error}")
         return "; ".join(troubles + self._copy_nearby(save, leaf))
 
     def _copy_nearby(self, save: Save, leaf: Leaf) -> list[str]:
@@ -274,17 +273,16 @@ class Saver:
                     if writer.isdecimal() and (int(writer) == save.rank or int(writer) >= save.world):
                         self.near.remove(f"{folder}/{name}")
 
-    def _is_read_back(self, save: Save, leaf: Leaf) -> bool:
-        """Whether the store has what was staged: read again, and written once more from memory if not; else raises."""
+    def _read_back(self, save: Save, leaf: Leaf) -> None:
+        """See that the store has what was staged; what it has not is written once more from memory. Else raises."""
         path = f"{folder_of(save.step)}/{leaf.pack}"
         chunks = sorted(chunks_of(leaf), key=lambda stored: stored.chunk.at)
         if not leaf.bytes or pack_is_right(self.store, path, leaf, chunks):
-            return True
+            return
         self.notices.append(f"{self.store.name}/{path} was not what had been written there; it was written again")
         self.store.write(path, parts(save.slot.view, leaf.bytes))
         if not pack_is_right(self.store, path, leaf, chunks):
             raise Damaged(f"{self.store.name}/{path} is read back as something else than was written, twice")
-        return True
 
     def retire(self, proven: int) -> None:
         """In the background, delete what checkpoints up to this step, proven by every rank, make needless."""
@@ -320,8 +318,22 @@ class Saver:
             for writer in writers_of(group, save.world, self.policy.group)
         ]
         members = tuple(Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in leaves if leaf.bytes)
+        for leaf in leaves:
+            self._await_right(save, leaf)
         if members:
             write_parity(self.store, save.step, save.attempt, group, members, self.policy.parity)
+
+    def _await_right(self, save: Save, leaf: Leaf) -> None:
+        """Wait until a pack in the store is what was staged: parity of anything else mends nothing.
+
+        Its own rank reads it back too, and writes it again if it is not.
+        """
+        path, chunks = f"{folder_of(save.step)}/{leaf.pack}", sorted(chunks_of(leaf), key=lambda each: each.chunk.at)
+        deadline = time.monotonic() + self.patience
+        while leaf.bytes and not pack_is_right(self.store, path, leaf, chunks):
+            if self._closing or time.monotonic() > deadline:
+                raise Damaged(f"{self.store.name}/{path} is not what was written there")
+            time.sleep(_PAUSE)
 
     def _stopped(self, save: Save) -> Callable[[], bool]:
         return lambda: save.attempt in self._given_up
