@@ -4,8 +4,9 @@
 
 Two ranks hold a state of 2 GiB (512 MiB with --quick). In every round, in turns, in the same processes: a plain copy of
 the same bytes into memory that is there already; a save of ours that waits for its copy; one whose copy runs beside the
-next forward; PyTorch's `dcp.save`, `dcp.async_save` and `torch.save`; and fio with O_DIRECT on the same disk. Times are
-those of the slower rank. Exits non-zero if a bar is missed. The last line is JSON.
+next forward; a load from the copy in memory, and one by somebody who finds none there; PyTorch's `dcp.save`,
+`dcp.async_save` and `torch.save`; and fio with O_DIRECT on the same disk. Times are those of the slower rank. Exits
+non-zero if a bar is missed. The last line is JSON.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from danlu.comm.join import Place, join, leave, meet
 from danlu.storage.checkpoint.checkpoints import Checkpoints, open_checkpoints
+from danlu.storage.store import open_store
 
 RANKS = 2
 ROWS, COLUMNS = 4096, 4096
@@ -198,7 +200,12 @@ def _round(
 
     note("disk reads", _from_rank_0(lambda: _fio(work, "read", held * RANKS)))
     _drop_caches(work)
-    timed("load", lambda: checkpoints.load(step + 1, tensors))
+    timed("load from memory", lambda: checkpoints.load(step + 1, tensors))
+    assert str(work) not in "".join(checkpoints.read_from), checkpoints.read_from
+    elsewhere = Checkpoints(open_store(str(work / "ours")), 1, torch.device("cpu"), staging=work / "another-host")
+    timed("load", lambda: elsewhere.load(step + 1, tensors))
+    assert set(elsewhere.read_from) == {str((work / "ours").resolve())}, "from the disk, and no nearer copy"
+    elsewhere.close()
 
     plain: dict[str, Tensor] = dict(tensors)
     timed("dcp.save", lambda: dcp.save(plain, checkpoint_id=work / "dcp", no_dist=False))
@@ -273,6 +280,7 @@ def _tell(found: dict[str, Any]) -> int:
         "stall beside a forward": _ratios(figures["stall beside a forward"], copies),
         "persist": _ratios(figures["disk writes"], figures["persisted"]),
         "load": _ratios(figures["disk reads"], figures["load"]),
+        "load from memory": _ratios(figures["disk reads"], figures["load from memory"]),
         "forward while draining": _ratios(figures["forward while draining"], figures["forward"]),
         "dcp.save": _ratios(figures["dcp.save"], copies),
         "dcp.async_save, stall": _ratios(figures["dcp.async_save, stall"], copies),
@@ -282,7 +290,8 @@ def _tell(found: dict[str, Any]) -> int:
     table = Table(title=f"A state of {gib:.1f} GiB on {RANKS} ranks, {len(copies)} rounds")
     for column in ("", "median", "least", "most", "of"):
         table.add_column(column, justify="left" if column in ("", "of") else "right")
-    against = {"persist": "fio's speed", "load": "fio's speed", "forward while draining": "a forward alone"}
+    disk = dict.fromkeys(("persist", "load", "load from memory"), "fio's speed")
+    against = disk | {"forward while draining": "a forward alone"}
     for name, each in ratios.items():
         table.add_row(
             name, *(f"{value:.2f} ×" for value in (median(each), min(each), max(each))), against.get(name, "a copy")
