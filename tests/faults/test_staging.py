@@ -1,5 +1,6 @@
 """The memory that saves are copied into, when somebody still holds a part of it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,32 @@ os._exit(9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000000-0", "000000-1", "000001-0"]
     mine.close()
     alive.close()
+
+
+def test_memory_of_other_runs_that_died_goes_after_a_day(tmp_path: Path) -> None:
+    memory = tmp_path / "danlu-0"
+    mine, dead, fresh, alive = (memory / (digit * 16) for digit in "0123")
+    strange = memory / "somebody-elses"
+    for folder in (dead, fresh, strange):
+        (folder / "step-00000004").mkdir(parents=True)
+        (folder / "000000-0").write_bytes(b"x")
+    held = Slot(alive / "000000-0", 100)
+    for folder in (dead, alive, strange):
+        os.utime(folder, (0, 0))
+    slots = Slots(mine, 0, 1)
+    slots.make(100)
+    assert sorted(memory.iterdir()) == [mine, fresh, alive, strange]
+    slots.close()
+    held.close()
+
+
+def test_beside_a_folder_of_another_name_nothing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ("a" * 16)).mkdir()
+    os.utime(tmp_path / ("a" * 16), (0, 0))
+    slots = Slots(tmp_path / "staging", 0, 1)
+    slots.make(100)
+    assert (tmp_path / ("a" * 16)).exists()
+    slots.close()
 
 
 def test_a_name_that_is_taken_back_leaves_no_empty_folder(tmp_path: Path) -> None:

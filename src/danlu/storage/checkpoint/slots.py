@@ -3,12 +3,17 @@
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 _PAGE = 4096
+_FORGOTTEN = 86400.0  # seconds
+_OURS = re.compile(r"danlu-[0-9]+/[0-9a-f]{16}")
+"""How folders of runs are called in memory; beside any other nothing is removed."""
 
 
 class Slot:
@@ -81,11 +86,16 @@ class Slots:
             return len(self._all) == self.count and not self._free
 
     def make(self, size: int) -> None:
-        """Make all of them now; what processes that died have left on this host goes first, for its memory."""
+        """Make all of them now; what processes that died have left on this host goes first, for its memory.
+
+        Of other runs too, if it is a day old: whoever wanted to go on from it quickly would have done so.
+        """
         for left in self._folder.glob("step-*"):
             shutil.rmtree(left, ignore_errors=True)  # every rank of the host does so, some a moment later
         for left in self._folder.glob("[0-9]*-[0-9]"):
             _remove_if_dead(left)
+        if _OURS.fullmatch(f"{self._folder.parent.name}/{self._folder.name}"):
+            _forget_the_dead(self._folder)
         with self._lock:
             while len(self._all) < self.count:
                 self._free.append(self._new(size))
@@ -118,6 +128,17 @@ class Slots:
         slot = Slot(next(path for path in self._paths if path not in taken), size)
         self._all.append(slot)
         return slot
+
+
+def _forget_the_dead(mine: Path) -> None:
+    """Remove the memory of other runs, none of whose processes has been on this host for a day."""
+    for other in mine.parent.glob("[0-9a-f]" * 16):
+        if other == mine or not other.is_dir() or time.time() - other.stat().st_mtime < _FORGOTTEN:
+            continue
+        for slot in other.glob("[0-9]*-[0-9]"):
+            _remove_if_dead(slot)
+        if not any(other.glob("[0-9]*-[0-9]")):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _remove_if_dead(slot: Path) -> None:
