@@ -35,8 +35,8 @@ QUICK = {"connect_timeout": "2", "read_timeout": "4", "request_timeout": "5"}
 def from_bucket(folder: Path, endpoint: str, case: str) -> Recipe:
     """The mixture in the bucket, behind a cache too small for it."""
     sources = tuple(DataSource(shards=f"s3://{BUCKET}/sets/{name}", weight=weight) for name, weight in WEIGHTS.items())
-    store = {"endpoint": endpoint, **QUICK}
-    return mixed(Data(sources=sources, cache=str(folder / f"cache-{case}"), cache_size=LEAST, store=store))
+    options = {"endpoint": endpoint, **QUICK}
+    return mixed(Data(sources=sources, cache=str(folder / f"cache-{case}"), cache_size=LEAST, options=options))
 
 
 def kill(folder: Path, case: str, rank: int, step: int) -> None:

@@ -108,6 +108,10 @@ READING = {
     "unknown-key-of-model": _recipe("vocabulary = 256", "vocabulary = 256\nbsae = 'x'"),
     "unknown-table": _recipe("[precision]", "[percision]"),
     "missing-key": _recipe("sequences = 16\n", ""),
+    "checkpoint-store-unknown": _recipe("[precision]", '[checkpoint]\nstore = "gs://bucket/runs"\n\n[precision]'),
+    "checkpoint-options-of-a-folder": _recipe(
+        "[precision]", '[checkpoint]\nstore = "/shared"\noptions = {endpoint = "http://x"}\n\n[precision]'
+    ),
     "shards-and-sources": _data('shards = "a"\nsources = [{shards = "b"}]'),
     "no-shards": _data('tokenizer = "bytes"'),
     "source-beside-sources": _data('sources = [{shards = "b"}]\nsource = ["text"]'),

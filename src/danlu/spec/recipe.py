@@ -54,8 +54,8 @@ class Data(Description):
     """Folder on a local disk for blocks read from `s3://`, shared by the ranks of a machine."""
     cache_size: Bytes = 16 << 30
     """Most bytes the cache takes."""
-    store: dict[str, str] = Field(default_factory=dict)
-    """Options of `s3://`: `endpoint` of a server that is not Amazon's, `region`, timeouts."""
+    options: dict[str, str] = Field(default_factory=dict)
+    """Of `s3://`: `endpoint` of a server that is not Amazon's, `region`, timeouts."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -158,6 +158,18 @@ class Checkpoint(Description):
     """Megabytes a second that a rank may write to `store` while training goes on; 0 is as fast as it takes them."""
     stop_after: int = Field(default=0, ge=0)
     """Saves in a row that may fail before the run stops; 0 trains on without."""
+
+    @model_validator(mode="after")
+    def _known_store(self) -> Self:
+        scheme, separator, _ = self.store.partition("://")
+        if separator and scheme not in ("s3", "file"):
+            raise ValueError(
+                f"`store` must be a folder or s3://bucket/prefix, but is {self.store}"
+                f"\n{scheme}:// is not known here; copy checkpoints there with a tool of its own"
+            )
+        if self.options and scheme != "s3":
+            raise ValueError("`options` must be left out unless `store` is in s3://: they would be ignored\nremove them")
+        return self
 
 
 class Recipe(Description):

@@ -19,7 +19,7 @@ def open_shards(
     if not is_remote(where):
         return TokenShards.open(Path(where), check_sizes=check_sizes, on_warning=on_warning)
     try:
-        files = StoreFiles(open_store(where, data.store), BlockCache(Path(data.cache), data.cache_size), on_warning)
+        files = StoreFiles(open_store(where, data.options), BlockCache(Path(data.cache), data.cache_size), on_warning)
     except ValueError as error:  # an option, an address or a size that cannot be
-        raise SpecError([problem_in(where, "", "data.store", str(error))]) from None
+        raise SpecError([problem_in(where, "", "data.options", str(error))]) from None
     return TokenShards.over(files, check_sizes=check_sizes, on_warning=on_warning)

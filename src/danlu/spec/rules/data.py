@@ -49,7 +49,7 @@ def remote_has_cache(recipe: Sourced[Recipe]) -> Iterator[Problem]:
             f"is missing, but {remote[0]} is read through a cache on a local disk",
             'cache = "/local/disk/danlu", and `cache_size` if 16 GiB is not right',
         )
-    for name in ("cache", "store"):
+    for name in ("cache", "options"):
         if not remote and getattr(data, name):
             yield recipe.problem(
                 f"data.{name}", "is set, but no shards are in a store, so that it would be ignored", "remove it"
