@@ -168,7 +168,9 @@ class Checkpoint(Description):
                 f"\n{scheme}:// is not known here; copy checkpoints there with a tool of its own"
             )
         if self.options and scheme != "s3":
-            raise ValueError("`options` must be left out unless `store` is in s3://: they would be ignored\nremove them")
+            raise ValueError(
+                "`options` must be left out unless `store` is in s3://: they would be ignored\nremove them"
+            )
         return self
 
 
