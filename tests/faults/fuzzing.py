@@ -203,16 +203,16 @@ def change(value: Any, draw: random.Random) -> None:
         case 1:
             holder[key] = draw.choice(ODD)
         case 2 if isinstance(holder, list):
-            holder.extend([holder[key]] * draw.choice((1, 2, 70)))
+            holder.extend([_copied(holder[key])] * draw.choice((1, 2, 70)))
         case 2:
-            holder[draw.choice(("surprise", "weight", "bias", "step", "x" * 5000))] = holder[key]
+            holder[draw.choice(("surprise", "weight", "bias", "step", "x" * 5000))] = _copied(holder[key])
         case 3 if isinstance(holder[key], int) and not isinstance(holder[key], bool):
             holder[key] += draw.choice((-1, 1, -8, 64, 2**20, 2**40, 2**61))
         case 4:
             other = draw.choice(holders)
             more = list(other) if isinstance(other, dict) else list(range(len(other)))
             if more:
-                holder[key] = json.loads(_dumped(other[draw.choice(more)]))
+                holder[key] = _copied(other[draw.choice(more)])
         case _ if isinstance(holder[key], str) and holder[key]:
             at = draw.randrange(len(holder[key]))
             holder[key] = holder[key][:at] + draw.choice("0f9zn-./\\\0é\n") + holder[key][at + 1 :]
@@ -268,6 +268,11 @@ def _holders(value: Any, found: list[Any]) -> None:
         found.append(value)
         for inner in value.values() if isinstance(value, dict) else value:
             _holders(inner, found)
+
+
+def _copied(value: Any) -> Any:
+    """The same once more: what is in two places must not change in both, or come to hold itself."""
+    return json.loads(_dumped(value))
 
 
 def _dumped(value: Any) -> bytes:
