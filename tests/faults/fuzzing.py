@@ -201,7 +201,7 @@ def change(value: Any, draw: random.Random) -> None:
         case 0:
             del holder[key]
         case 1:
-            holder[key] = draw.choice(ODD)
+            holder[key] = _copied(draw.choice(ODD))
         case 2 if isinstance(holder, list):
             holder.extend([_copied(holder[key])] * draw.choice((1, 2, 70)))
         case 2:
