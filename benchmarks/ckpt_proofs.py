@@ -51,11 +51,11 @@ a save. Never were there more than {most_files} files below the folder: what kil
 {found:,} of {changes:,} changes were found by a full verification: bits flipped, bytes lost or added, blocks zeroed,
 chunks swapped, files swapped, truncated, removed, or taken from another checkpoint or another attempt; in packs,
 texts, second copies and parity alike. Of {layouts:,} loads of a random part of the tensors, {refused:,} touched the
-damage and were refused, {right:,} did not
-and were right, none was silently wrong.
+damage and were refused, {right:,} did not, or mended it on their way, and were right; none was silently wrong.
 
 {protected:,} of the changes were made to checkpoints with parity (two blocks for every eight packs). `danlu ckpt mend`
-brought {repaired:,} of them back so that every file was byte for byte what it had been. The others{beyond}.
+brought {repaired:,} of them back so that every file was byte for byte what it had been. The others
+were{beyond}: the manifest itself, without which there is no checkpoint, because deleting one begins with it.
 
 ## Texts from strangers
 
@@ -116,7 +116,7 @@ def _figures(crashes: dict[str, Any], damage: dict[str, Any], fuzz: list[dict[st
         "refused": sum(each["layouts_refused"] for each in told.values()),
         "right": sum(each["layouts_right"] for each in told.values()),
         "protected": sum(each["changes"] for name, each in told.items() if not name.endswith("parity 0")),
-        "beyond": "".join(f", {count} × {kind}" for kind, count in sorted(beyond.items())) or ": none",
+        "beyond": ", ".join(f" {count} × {kind}" for kind, count in sorted(beyond.items())) or " none",
         "inputs": sum(each["inputs"] for each in fuzz),
         "accepted": sum(each["accepted"] for each in fuzz),
         "fuzz_refused": sum(each["refused"] for each in fuzz),
