@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,29 @@ import pytest
 
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("engines", "multiprocess")]
 
+from s3_lab import S3Lab, missing_server
+
 
 def without(what: str, reason: str) -> None:
     """Skip a test for want of something, or fail it in CI."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must have {what}: {reason}")
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Lab]:
+    """An S3 server that a test may kill and start again."""
+    if reason := missing_server():
+        without("an S3 server", reason)
+    with tempfile.TemporaryDirectory(prefix="danlu-s3-") as folder:
+        lab = S3Lab(Path(folder))
+        try:
+            lab.start()
+            yield lab
+        finally:
+            if lab.server is not None:
+                lab.kill()
 
 
 @pytest.fixture

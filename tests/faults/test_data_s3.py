@@ -1,19 +1,16 @@
 """Two ranks that train straight from a bucket: the samples of a folder, over a server that dies and comes back."""
 
 import json
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3fs
-from conftest import without
 from mixing import make_source, wait_for
 from ranks import run_ranks
-from s3_lab import BUCKET, KEY, SECRET, S3Lab, missing_server
+from s3_lab import BUCKET, KEY, SECRET, S3Lab
 
 from danlu.storage.block_cache import LEAST
 
@@ -27,20 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_source(folder, "code", 500_000, 1)
     make_source(folder, "prose", 750_000, 2)
     return folder
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Lab]:
-    if reason := missing_server():
-        without("an S3 server", reason)
-    with tempfile.TemporaryDirectory(prefix="danlu-s3-") as place:
-        lab = S3Lab(Path(place))
-        try:
-            lab.start()
-            yield lab
-        finally:
-            if lab.server is not None:
-                lab.kill()
 
 
 @pytest.fixture(scope="module")

@@ -87,3 +87,6 @@ def test_no_more_bytes_a_second_than_allowed() -> None:
     PersistentStore(inner, bandwidth=50e6).write("a", [content])
     assert time.perf_counter() - began >= 16 * 2**20 / 50e6, "the third piece starts when two have had their time"
     assert inner.read("a") == content
+    began = time.perf_counter()
+    PersistentStore(inner, bandwidth=50e6).write("b", iter([content]))
+    assert time.perf_counter() - began >= 16 * 2**20 / 50e6, "what can be had only once is no quicker"

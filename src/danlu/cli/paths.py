@@ -10,9 +10,9 @@ def with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe with paths that hold wherever the workers are started."""
 
     def absolute(path: str) -> str:
-        return str((folder / path).resolve())
+        return str((folder / Path(path).expanduser()).resolve())
 
-    def shards(where: str) -> str:
+    def place(where: str) -> str:
         return where if "://" in where or not where else absolute(where)
 
     def texts(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -20,19 +20,21 @@ def with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
 
     data = recipe.data
     parts = tuple(
-        part.model_copy(update={"shards": shards(part.shards), "source": texts(part.source)}) for part in data.sources
+        part.model_copy(update={"shards": place(part.shards), "source": texts(part.source)}) for part in data.sources
     )
     resolved = data.model_copy(
         update={
-            "shards": shards(data.shards),
+            "shards": place(data.shards),
             "sources": parts,
             "source": texts(data.source),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer),
             "cache": absolute(data.cache) if data.cache else "",
         }
     )
+    saves = recipe.checkpoint
+    kept = saves.model_copy(update={"store": place(saves.store), "near": place(saves.near)})
     weights = absolute(recipe.weights) if recipe.weights else ""
     model = recipe.model
     if isinstance(model, OwnModel):
         model = model.model_copy(update={"path": absolute(model.path)})
-    return recipe.model_copy(update={"data": resolved, "weights": weights, "model": model})
+    return recipe.model_copy(update={"data": resolved, "checkpoint": kept, "weights": weights, "model": model})

@@ -169,8 +169,12 @@ class Saver:
             try:
                 if store is not None and store.size(path):
                     yield store
-            except OSError:
+            except FileNotFoundError:
                 continue
+            except OSError as error:
+                line = f"{store.name} is left out of what is read from: {type(error).__name__}: {error}"
+                if line not in self.notices:
+                    self.notices.append(line)
 
     def close(self) -> None:
         """End the threads and give the memory back."""
