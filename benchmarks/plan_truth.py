@@ -2,11 +2,12 @@
 
     python benchmarks/plan_truth.py [--quick] [--json] [--only machine|supernodes] [--ranks 1,2]
 
-The machine is probed with one, two and four ranks, before and after the layouts are measured, and a layout is
-predicted from both: machines change their pace while they are watched. Nothing is fitted on the layouts. They take
-turns, a step at a time, and a layout counts by the median of its steps; a step during which other programs took more
-than a twentieth of the machine is taken again. Then the same on four hosts in two supernodes, where the network is the
-bottleneck: network namespaces, which need root and are left out, with a word, where they cannot be made.
+The machine is probed with one, two and four ranks, before, between and after rounds in which all layouts take turns,
+and a layout is predicted from all the probes: machines change their pace while they are watched, by a third within ten
+minutes here. Nothing is fitted on the layouts. A layout counts by the median of its steps; a step during which other
+programs took more than a twentieth of the machine is taken again. Then the same on four hosts in two supernodes, where
+the network is the bottleneck: network namespaces, which need root and are left out, with a word, where they cannot be
+made.
 
 Exits non-zero if a bar is missed.
 """
@@ -51,14 +52,16 @@ class Bars:
     """Of every layout."""
     order: float
     """Least rank correlation."""
+    rounds: int
+    """Rounds of all layouts, with probes between them."""
     steps: int
-    """Steps of a layout that count."""
+    """Steps of a layout in a round that count."""
     most: int
-    """Steps of a layout in all, where others disturb."""
+    """Steps of a layout in a round, where others disturb."""
 
 
-FULL = Bars(error=0.15, order=0.9, steps=5, most=9)
-SAMPLE = Bars(error=0.4, order=0.5, steps=3, most=4)
+FULL = Bars(error=0.15, order=0.9, rounds=3, steps=2, most=4)
+SAMPLE = Bars(error=0.4, order=0.5, rounds=1, steps=3, most=4)
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Row:
 
     @property
     def predicted(self) -> float:
-        """Seconds of a step, from the probes before and after."""
+        """Seconds of a step, from all probes."""
         return statistics.mean(self.predictions)
 
     @property
@@ -146,7 +149,7 @@ def main() -> None:
 
 
 class Part:
-    """Layouts in one place: probed, measured, probed again."""
+    """Layouts in one place: probed, and measured between probes."""
 
     def __init__(
         self,
@@ -162,12 +165,11 @@ class Part:
         self.folder, self.hosts, self.progress = folder, hosts, progress
         self.rows = [Row(layout, place) for layout in chosen]
         self.sizes = sorted({layout.world for layout in chosen})
-        probes = len(self.sizes) * (1 if quick else 2)
-        self.task = progress.add_task(place, total=probes + len(self.rows) * (1 + bars.steps))
+        probes = len(self.sizes) * (1 if quick else bars.rounds + 1)
+        self.task = progress.add_task(place, total=probes + len(self.rows) * (1 + bars.rounds * bars.steps))
 
     def run(self) -> list[Row]:
         """All rows, measured and predicted."""
-        self.predict()
         enter = [" ".join(host.enter) for host in self.hosts]
         first = self.hosts[0].address if self.hosts else "127.0.0.1"
         with worlds(self.sizes, enter, INTERFACE if self.hosts else "", first) as started:
@@ -175,14 +177,21 @@ class Part:
                 self.advance(f"building {row.layout.name}")
                 started[row.layout.world].order(do="build", layout=row.layout.name)
                 started[row.layout.world].order(do="steps", layout=row.layout.name, steps=1)
-            for _ in range(self.bars.most):
-                waiting = [row for row in self.rows if len(row.steps) < self.bars.steps]
-                for row in waiting:
-                    self.advance(row.layout.name, 1 if len(row.steps) + len(row.disturbed) < self.bars.steps else 0)
-                    self.step(row, started[row.layout.world])
-        if not self.quick:
             self.predict()
+            for _ in range(self.bars.rounds):
+                for row in self.rows:
+                    self.turn(row, started[row.layout.world])
+                if not self.quick:
+                    self.predict()
         return self.rows
+
+    def turn(self, row: Row, world: World) -> None:
+        """Take a layout's steps of one round."""
+        enough = len(row.steps) + self.bars.steps
+        for taken in range(self.bars.most):
+            if len(row.steps) < enough:
+                self.advance(row.layout.name, 1 if taken < self.bars.steps else 0)
+                self.step(row, world)
 
     def step(self, row: Row, world: World) -> None:
         """Take one step of a layout."""

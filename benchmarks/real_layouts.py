@@ -173,9 +173,11 @@ def rank_main(rank: int, world: int, store: str, found: dict[str, Layout]) -> No
     """Obey: `build` a layout, or take `steps` of it."""
     import torch
 
+    from danlu.chips.registry import find
     from danlu.comm.join import Place, join, leave, meet
 
     torch.set_num_threads(1)
+    find("cpu").runtime.device(rank)
     place = Place(rank=rank, world=world, local_rank=rank, store=store)
     join(place, "gloo", meet(place))
     built: dict[str, Callable[[int], list[float]]] = {}

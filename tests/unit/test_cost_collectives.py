@@ -77,8 +77,8 @@ def test_a_group_of_one_takes_no_time() -> None:
 
 
 def test_neighbours_use_the_level_that_joins_them() -> None:
-    assert transfer(TWO, 4, GIGA) == pytest.approx(GIGA / 300e9)
-    assert transfer(TWO, 8, GIGA) == pytest.approx(GIGA / 25e9)
+    assert transfer(TWO, 0, GIGA) == pytest.approx(GIGA / 300e9)
+    assert transfer(TWO, 1, GIGA) == pytest.approx(GIGA / 25e9)
 
 
 def test_oversubscription_narrows_a_level() -> None:

@@ -69,7 +69,7 @@ def test_measured_collectives_stand_in_for_bandwidth() -> None:
     assert all_gather(network, (2, 1), 1e9) == pytest.approx(2.0)
     assert reduce_scatter(network, (2, 2), 1e9) == pytest.approx(4.0)
     assert all_reduce(network, (1, 1), 1e9) == 0.0
-    assert transfer(network, 1, 1e9) == pytest.approx(2.0)
+    assert transfer(network, 0, 1e9) == pytest.approx(2.0)
     assert all_gather(network_of(machine(), 1.0, 1.0, 1e-5), (2, 1), 1e9) < 0.1
 
 

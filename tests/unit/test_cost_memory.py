@@ -19,7 +19,7 @@ MEGATRON = Software(recompute="none", sequence_parallel=False)
 
 
 def cut(tp: int = 1, cp: int = 1, sequences: int = 1) -> Cut:
-    return Cut(sequences, 2048, tp, cp, 1, (tp,), (1,), (1,), tp, (cp,))
+    return Cut(sequences, 2048, tp, cp, 1, (tp,), (1,), (1,), (cp,))
 
 
 @pytest.mark.parametrize(

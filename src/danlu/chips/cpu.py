@@ -29,7 +29,8 @@ class CpuRuntime:
         return host.physical_cores()
 
     def device(self, local_rank: int) -> torch.device:
-        """The same device for every rank; any number of ranks may share it."""
+        """The same device for every rank; any number of ranks may share it. The process keeps the memory it frees."""
+        host.keep_freed_memory()
         return torch.device("cpu")
 
     def synchronize(self) -> None:

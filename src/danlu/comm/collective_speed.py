@@ -38,7 +38,7 @@ class Fit(Description):
     """Largest departure of a measured time from the line, relative to the time."""
     sizes: Many[int]
     seconds: Many[float]
-    """The measured times behind the line: of the slowest rank, median of the repeats."""
+    """The measured times behind the line: the mean over ranks, of the median over repeats."""
 
     @property
     def bandwidth(self) -> float:
@@ -170,7 +170,11 @@ class CollectiveTimer:
         return _Member(operation, members, self.rank, self.device, self._groups[members])
 
     def _time(self, group: "_Member", size: int, budget: float) -> tuple[int, float]:
-        """Bytes really moved, and seconds of one call on the slowest rank."""
+        """Bytes really moved, and seconds of one call.
+
+        The mean over ranks, because who comes late in one call lets the others wait, and leaves early in another: over
+        a step every rank computes for its own time and waits for what is left of the common one.
+        """
         count = max(1, size // (4 * group.ranks)) * group.ranks  # fp32 elements that divide over the ranks
         run = group.call(count)
         run()  # opens connections and touches memory
@@ -182,7 +186,7 @@ class CollectiveTimer:
             elapsed += agreed(sum(chunk), dist.ReduceOp.MAX, self.device)
         # A message goes there and back on the clock, so one way is half of it.
         each = statistics.median(spent) / (2 if group.operation == "p2p" else 1)
-        return 4 * count, agreed(each, dist.ReduceOp.MAX, self.device)
+        return 4 * count, agreed(each, dist.ReduceOp.SUM, self.device) / dist.get_world_size()
 
     def _clock(self, run: Callable[[], object], working: bool) -> float:
         """Seconds of one call, right after a product where ranks are `working`.

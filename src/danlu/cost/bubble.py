@@ -20,18 +20,20 @@ class StageTime(NamedTuple):
     """Of `backward`, what can wait."""
     sending: float = 0.0
     """Exposed transfers of one microbatch, which keep the rank busy."""
-    hops: float = 0.0
-    """From this rank to the next and back: what a microbatch is on its way while nothing hides it."""
+    ahead: float = 0.0
+    """Of a microbatch on its way to the next rank, and of its gradient back, while nothing hides it."""
+    behind: float = 0.0
+    """The same between this rank and the one before."""
 
     @property
     def slot(self) -> float:
         """Both passes with their transfers: what a rank takes for one microbatch."""
-        return self.forward + self.backward + self.sending
+        return self.passes + self.sending
 
     @property
-    def path(self) -> float:
-        """Both passes and the way to the next rank: what a microbatch takes through the rank."""
-        return self.forward + self.backward + self.hops
+    def passes(self) -> float:
+        """Both passes."""
+        return self.forward + self.backward
 
 
 def pipeline_time(stages: Sequence[StageTime], microbatches: int, schedule: Schedule, stages_per_rank: int) -> float:
@@ -41,7 +43,8 @@ def pipeline_time(stages: Sequence[StageTime], microbatches: int, schedule: Sche
     if len(stages) == 1:
         return steady
     if schedule == "zero-bubble":
-        waits = [max(0.0, stage.path - 2 * stage.weights) for stage in stages]
+        paths = _paths(stages, slowest)
+        waits = [max(0.0, path - 2 * stage.weights) for path, stage in zip(paths, stages, strict=True)]
         return steady + (sum(waits) - waits[slowest]) / stages_per_rank
     if schedule == "zbv":
         # Forward, backward for inputs and for weights fill each other's waits as far as they are equal.
@@ -50,15 +53,19 @@ def pipeline_time(stages: Sequence[StageTime], microbatches: int, schedule: Sche
     return steady + _waits(stages, slowest, microbatches) / stages_per_rank
 
 
+def _paths(stages: Sequence[StageTime], slowest: int) -> list[float]:
+    """What a microbatch takes on every rank, with its way from there to the slowest one and back."""
+    return [stage.passes + (stage.ahead if rank < slowest else stage.behind) for rank, stage in enumerate(stages)]
+
+
 def _waits(stages: Sequence[StageTime], slowest: int, microbatches: int) -> float:
     """How long the slowest rank waits, for 1F1B.
 
     For the passes of the ranks before it, first and last; and twice for the ranks behind it: until its first backward,
     while it goes on with forwards, and after its last forward, while it goes on with backwards.
     """
-    own = stages[slowest]
-    before = sum(stage.path for stage in stages[:slowest])
-    behind = sum(stage.path for stage in stages[slowest + 1 :])
+    own, paths = stages[slowest], _paths(stages, slowest)
+    before, behind = sum(paths[:slowest]), sum(paths[slowest + 1 :])
     ahead = min(len(stages) - slowest - 1, microbatches - 1)
     sending = own.sending / 2
     first = max(0.0, behind - ahead * (own.forward + sending))

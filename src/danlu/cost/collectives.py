@@ -142,19 +142,22 @@ def _others(places: int, draws: int) -> float:
     return (places - 1) * (1 - (1 - 1 / places) ** draws)
 
 
-def transfer(network: Network, stride: int, sent: float) -> float:
-    """Seconds to send bytes to the rank that lies `stride` ranks further."""
-    link = next((link for link in network.links if link.capacity > stride), network.links[-1])
+def transfer(network: Network, level: int, sent: float) -> float:
+    """Seconds to send bytes to a rank on the other side of a level."""
+    link = network.links[level]
     known = link.measured.of("p2p", 2, sent) if link.measured else None
     return known if known is not None else link.latency + sent / link.bandwidth
 
 
+def outermost(span: Span) -> int:
+    """The outermost level that a group crosses; the innermost for a rank by itself."""
+    return max((level for level, ranks in enumerate(span) if ranks > 1), default=0)
+
+
 def _measured(network: Network, operation: Operation, span: Span, size: float) -> float | None:
     """Seconds as they were measured on the outermost level that a group crosses, if they were."""
-    crossed = [link for ranks, link in zip(span, network.links, strict=True) if ranks > 1]
-    if not crossed or crossed[-1].measured is None:
-        return None
-    return crossed[-1].measured.of(operation, members(span), size)
+    ranks, link = members(span), network.links[outermost(span)]
+    return link.measured.of(operation, ranks, size) if link.measured and ranks > 1 else None
 
 
 def members(span: Sequence[int]) -> int:

@@ -10,16 +10,16 @@ from danlu.spec.cluster import Chip, Collective, Curve, Operation, Operator
 class Line:
     """Seconds by size: straight between the measured points on logarithmic scales, and beyond them.
 
-    Beyond the last point time grows at least with the size and at most with its square, as attention does with the
-    length; below the first it falls at most with the size.
+    Beyond the last point time grows at least with the size and at most with the power `steepest` of it: 2 for
+    operators, as attention does with the length, 1 for traffic. Below the first it falls at most with the size.
     """
 
-    def __init__(self, curve: Curve) -> None:
+    def __init__(self, curve: Curve, steepest: float = 2.0) -> None:
         self._sizes = [log(size) for size in curve.sizes]
         self._seconds = [log(seconds) for seconds in curve.seconds]
         steps = zip(self._sizes, self._sizes[1:], self._seconds, self._seconds[1:], strict=False)
         slopes = [(after - before) / (right - left) for left, right, before, after in steps]
-        self._slopes = [min(1.0, max(0.0, slopes[0])), *slopes, min(2.0, max(1.0, slopes[-1]))]
+        self._slopes = [min(1.0, max(0.0, slopes[0])), *slopes, min(steepest, max(1.0, slopes[-1]))]
 
     def at(self, size: float) -> float:
         """Seconds at a size; nothing takes nothing."""
@@ -54,7 +54,7 @@ class CollectiveTimes:
     def __init__(self, measured: Iterable[Collective]) -> None:
         self._lines: dict[Operation, list[tuple[int, Line]]] = {}
         for collective in measured:
-            self._lines.setdefault(collective.operation, []).append((collective.ranks, Line(collective)))
+            self._lines.setdefault(collective.operation, []).append((collective.ranks, Line(collective, steepest=1.0)))
 
     def of(self, operation: Operation, ranks: int, size: float) -> float | None:
         """Seconds in a group of so many ranks, from the measured group closest in size; None if there is none.

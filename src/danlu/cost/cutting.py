@@ -32,7 +32,6 @@ class Cutting:
             tp_span=self.places.tp,
             ep_span=self.places.ep,
             etp_span=self.places.expert_tp,
-            cp_stride=layout.tp,
             cp_span=self.places.cp,
         )
         self.holdings = holdings(

@@ -19,6 +19,7 @@ from danlu.cost.collectives import (
     all_reduce,
     all_to_all,
     dispatch_once,
+    outermost,
     reduce_scatter,
     transfer,
 )
@@ -41,7 +42,6 @@ class Cut(NamedTuple):
     tp_span: Span
     ep_span: Span
     etp_span: Span
-    cp_stride: int
     cp_span: Span
 
 
@@ -322,7 +322,7 @@ def _context(
             network, cut.cp_span, width * tokens * heads * shape.value
         )
     block = 2.0 * width * tokens * max(1, shape.kv_heads // cut.tp) * shape.head
-    return max(0.0, times * (cut.cp - 1) * transfer(network, cut.cp_stride * (cut.cp - 1), block) - core)
+    return max(0.0, times * (cut.cp - 1) * transfer(network, outermost(cut.cp_span), block) - core)
 
 
 def _again(forward: Pass, shape: Shape, tokens: int, cut: Cut, device: Device, software: Software) -> Pass:

@@ -83,7 +83,7 @@ class Places:
         self.cp = given.get("cp") or span(layout.cp, layout.tp)
         self.ep = given.get("ep") or span(layout.ep, expert_tp)
         self.expert_tp = span(expert_tp, 1)
-        self.stride["pp"] = _stride(given["pp"], network) if "pp" in given else self.stride["pp"]
+        self.pp = given.get("pp") or span(layout.pp, self.stride["pp"])
         self.replicate = given.get("replicate") or span(layout.replicate, self.stride["replicate"])
         stage = layout.data * layout.cp * layout.tp
         self.dense = Replicas(layout.cp * layout.data, layout.cp * layout.shard)
@@ -98,6 +98,15 @@ class Places:
             (False, "all"): given.get("expert_data") or span(self.experts.all, across),
         }
 
+    def hop(self, rank: int) -> int:
+        """The level that lies between a rank of a pipeline and the next one."""
+        level, inside = 0, 1
+        for index, ranks in enumerate(self.pp):
+            if ranks > 1 and (rank + 1) % inside == 0:
+                level = index
+            inside *= ranks
+        return level
+
     def replicas(self, dense: bool) -> Replicas:
         """Ranks that hold the same parameters: dense ones, or those of experts."""
         return self.dense if dense else self.experts
@@ -105,12 +114,6 @@ class Places:
     def over(self, dense: bool, split: Split) -> Span:
         """Where the ranks lie over which a state is split."""
         return self._spans[dense, split]
-
-
-def _stride(span: Span, network: Network) -> int:
-    """How far apart neighbours lie whose slowest hop crosses the outermost level of a span."""
-    outermost = max((index for index, ranks in enumerate(span) if ranks > 1), default=0)
-    return network.links[outermost - 1].capacity if outermost else 0
 
 
 def _joined(spans: list[Span]) -> Span:

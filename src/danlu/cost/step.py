@@ -4,12 +4,13 @@
 plan. Layer times are cached by what they depend on, so a layout costs some tens of microseconds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from danlu.cost.bubble import StageTime, pipeline_time
 from danlu.cost.calibration import Calibration, calibration
-from danlu.cost.collectives import all_gather, all_reduce, network_of, reduce_scatter, transfer
+from danlu.cost.collectives import all_gather, all_reduce, network_of, outermost, reduce_scatter, transfer
 from danlu.cost.counts import Counting, Counts
 from danlu.cost.cutting import Cutting
 from danlu.cost.ends import ends_time
@@ -149,13 +150,14 @@ class _Step(Cutting):
         """Seconds and bytes."""
         layout = self.layout
         kinds = {holding: self._stage(holding) for holding in set(self.holdings)}
-        stages = [kinds[holding][0] for holding in self.holdings]
+        hops = self._hops()
+        stages = [self._sending(kinds[holding][0], rank, hops) for rank, holding in enumerate(self.holdings)]
         pipeline = pipeline_time(stages, layout.microbatches, layout.schedule, layout.stages_per_rank)
         # While some ranks of a pipeline wait, those they share cores with go faster.
-        busy = layout.microbatches * sum(stage.slot for stage in stages) / layout.pp
+        busy = layout.microbatches * sum(stage.passes for stage in stages) / layout.pp
         pipeline = busy + max(0.0, pipeline - busy) / self.of.alone
         slowest = max(range(layout.pp), key=lambda rank: stages[rank].slot)
-        parts = dict(kinds[self.holdings[slowest]][1])
+        parts = dict(kinds[self.holdings[slowest]][1]) | {"transfer": stages[slowest].sending}
         for name in parts:
             parts[name] *= layout.microbatches
         parts["bubble"] = pipeline - layout.microbatches * stages[slowest].slot
@@ -163,7 +165,8 @@ class _Step(Cutting):
         worst = max(ends, key=lambda end: sum(end.values()))
         parts.update(worst)
         slots, chips = [stage.slot for stage in stages], layout.world // layout.pp
-        parts["stragglers"] = pipeline * straggling(slots, chips, self.habits.spread)
+        waiting = (parts["transfer"] + parts.get("gather", 0.0)) / (layout.microbatches * slots[slowest])
+        parts["stragglers"] = (1 - waiting) * pipeline * straggling(slots, chips, self.habits.spread)
         parts["other"] = self.habits.step
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,
@@ -218,9 +221,7 @@ class _Step(Cutting):
                 second = exposed(second, backward, self.habits.contention)
             parts["gather"] = first + second
             forward, backward = forward + first, backward + second
-        sending, hops = self._sending(holding)
-        parts["transfer"] = sending
-        return StageTime(forward, backward, weights, sending, hops), parts
+        return StageTime(forward, backward, weights), parts
 
     def _gathers(self, holding: Holding) -> tuple[float, float] | None:
         """Traffic of split parameters and gradients in the passes of one microbatch, before any is hidden."""
@@ -243,17 +244,20 @@ class _Step(Cutting):
                 if self.sharding.gradients == "group":
                     part = gradients / prod(span)
                     scatter += pieces * all_reduce(self.network, self.places.replicate, part)
-        twice = 2 if self.layout.reshards else 1
         # Gathered parameters and gradients to be reduced go through buffers; the two are a gather and a third each.
         units = self._units(mine, holding) / 3
         gather += units
         if every:
             scatter += units
         layout = self.layout
-        if not layout.reshards and layout.microbatches > 1 and layout.pp > 1:
+        if layout.reshards:
+            # The backward pass begins with the head, so it is not freed before.
+            kept = self.shape.vocabulary * self.shape.width / layout.tp if holding.head else 0.0
+            return gather, gather * (1 - kept / (mine.dense + mine.experts)) + scatter
+        if layout.microbatches > 1 and layout.pp > 1:
             often = gathers(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
             gather *= min(1.0, often / layout.microbatches)
-        return gather, (twice - 1) * gather + scatter
+        return gather, scatter
 
     def _units(self, mine: Held, holding: Holding) -> float:
         """What sharding costs one pass beside its traffic: two gathers and a reduction of everything held here."""
@@ -262,23 +266,32 @@ class _Step(Cutting):
         pieces = max(1, holding.layers) + holding.embedding + holding.head
         return self.device.measured.of("unit", (mine.dense + mine.experts) / pieces, pieces)
 
-    def _sending(self, holding: Holding) -> tuple[float, float]:
-        """Exposed transfers between stages of one microbatch and both passes: on one rank, and on its way to the next.
-
-        The first stage has nothing before it and the last nothing behind it: they send and receive half as often.
-        """
+    def _hops(self) -> tuple[float, ...]:
+        """Exposed seconds of one microbatch's ways from every rank of the pipeline to the next, of all its stages."""
         layout = self.layout
         if layout.pp == 1:
-            return 0.0, 0.0
+            return (0.0,)
         stream = self.device.width * self.cut.sequences * self.cut.length / self.cut.cp * self.shape.width
-        once = transfer(self.network, self.places.stride["pp"], stream / layout.tp)
-        if not self.software.sequence_parallel:
-            # Every tensor-parallel rank sends its part, and they gather it again (SC 2021, section 4.1).
-            once += all_gather(self.network, self.places.tp, stream)
+        # Every tensor-parallel rank sends its part, and they gather it again (SC 2021, section 4.1).
+        whole = 0.0 if self.software.sequence_parallel else all_gather(self.network, self.places.tp, stream)
         hidden = self.software.hides_transfers and layout.stages_per_rank > 1
-        once *= (self.habits.contention if hidden else 1.0) * layout.stages_per_rank
-        neighbours = 2 - (holding.embedding + holding.head) / layout.stages_per_rank
-        return (2 if self.software.serial_transfers else 1) * neighbours * once, 2 * once
+        often = (self.habits.contention if hidden else 1.0) * layout.stages_per_rank
+        levels = [self.places.hop(rank) for rank in range(layout.pp)]
+        known = {level: often * (transfer(self.network, level, stream / layout.tp) + whole) for level in set(levels)}
+        return tuple(known[level] for level in levels)
+
+    def _sending(self, stage: StageTime, rank: int, hops: Sequence[float]) -> StageTime:
+        """The same rank with its transfers.
+
+        The first stage has nothing before it and the last nothing behind it. The last rank sends to the first where
+        that holds more than the first stage.
+        """
+        layout = self.layout
+        round_trip = 0.0 if layout.schedule == "zbv" else 1 - 1 / layout.stages_per_rank
+        before = hops[rank - 1] * (1.0 if rank > 0 else round_trip)
+        after = hops[rank] * (1.0 if rank < layout.pp - 1 else round_trip)
+        sending = (2 if self.software.serial_transfers else 1) * (before + after)
+        return stage._replace(sending=sending, ahead=2 * hops[rank], behind=2 * hops[rank - 1])
 
     def _end(self, holding: Holding, stage: StageTime) -> dict[str, float]:
         """After the last microbatch: gradients between replicas, the optimiser, parameters back to replicas."""
@@ -315,7 +328,7 @@ class _Step(Cutting):
         tied = 0.0
         if self.shape.tied and self.layout.pp > 1 and (holding.embedding or holding.head):
             table = self.shape.vocabulary * self.shape.width / self.layout.tp * software.gradient_bytes
-            tied = transfer(self.network, self.places.stride["pp"] * (self.layout.pp - 1), table)
+            tied = transfer(self.network, outermost(self.places.pp), table)
         return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
 
 
