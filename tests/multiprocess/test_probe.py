@@ -135,6 +135,7 @@ def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> 
     assert not cluster.levels[0].collectives
     assert [found.operation for found in cluster.levels[1].collectives] == list(OPERATIONS)
     assert not cluster.chip.overlaps and cluster.chip.alone >= 1
+    assert cluster.chip.spread is not None and 0 <= cluster.chip.spread < 1
     assert set(cluster.chip.operators) == {"fp32", "bf16"}
     model = Model(vocabulary=512, layers=2, width=256, heads=4, sequence=256)
     step = Predictor(model, Batch(sequences=4, length=256), cluster, dtype="fp32").step(Layout(shard=2, reshards=True))

@@ -1,4 +1,6 @@
 import json
+import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +145,33 @@ def test_peak_memory_sees_an_allocation_and_keeps_it() -> None:
     del held
     assert before + 32 * 2**20 <= peak <= runtime.memory_total()
     assert runtime.memory_peak() >= peak - 2**20  # the kernel counts in batches of pages, a few of them late
+
+
+_FAULTS = """
+import resource, sys, torch
+from danlu.chips import find
+
+if sys.argv[1] == "rank":
+    find("cpu").runtime.device(0)
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [torch.ones(1_000_000 * size) for size in range(10, 14)]
+    del kept
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(min(step() for _ in range(8)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
+def test_a_rank_keeps_the_memory_it_frees_for_its_next_step() -> None:
+    """Tensors of 40 MB and more, which are 45,000 pages in all, are asked for again and again."""
+    bare, rank = (
+        int(subprocess.run([sys.executable, "-c", _FAULTS, who], capture_output=True, text=True, check=True).stdout)
+        for who in ("bare", "rank")
+    )
+    assert rank < 0.1 * bare
 
 
 def test_telemetry_reads_the_kernel() -> None:

@@ -12,6 +12,7 @@ from danlu.cost.curves import CollectiveTimes, Line
 from danlu.cost.layout import Layout
 from danlu.cost.software import OURS
 from danlu.cost.step import Predictor
+from danlu.cost.stragglers import behind
 from danlu.planner.places import Places
 from danlu.planner.pricing import Pricing
 from danlu.planner.space import Space
@@ -52,6 +53,11 @@ def test_a_latency_stays_and_a_square_goes_on() -> None:
     assert flat.at(1) == pytest.approx(1e-3)
     square = Line(Curve(sizes=(10.0, 100.0), seconds=(1e-3, 1e-1)))
     assert square.at(1000) == pytest.approx(10.0)
+
+
+def test_traffic_grows_with_its_bytes_and_no_faster() -> None:
+    burst = Collective(operation="p2p", ranks=2, sizes=(1e5, 1e6), seconds=(1e-3, 5e-2))  # its first bytes were free
+    assert CollectiveTimes([burst]).of("p2p", 2, 1e8) == pytest.approx(5.0)
 
 
 def test_a_group_of_another_size_is_taken_from_the_closest() -> None:
@@ -142,6 +148,16 @@ def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
             Predictor(DENSE, BATCH, probed(alone=alone), OURS).step(layout).seconds for alone in (1.0, 2.0)
         )
         assert (sharing < apart) is differs
+
+
+def test_ranks_that_come_late_are_waited_for_as_measured() -> None:
+    even, uneven = (
+        Predictor(DENSE, BATCH, probed(spread=spread), OURS).step(Layout(shard=4, reshards=True)).parts
+        for spread in (0.0, 0.1)
+    )
+    computed = sum(even[part] for part in ("linear", "attention", "elementwise", "head"))
+    assert even["stragglers"] == 0
+    assert uneven["stragglers"] == pytest.approx(behind(4, 0.1) * computed)
 
 
 def test_a_chip_that_waits_for_its_collectives_hides_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 from danlu.cost.bubble import StageTime, pipeline_time
 from danlu.cost.calibration import calibration
 from danlu.cost.layout import Layout, layout_of
-from danlu.cost.model import flops_per_token
+from danlu.cost.model import flops_per_token, parameters
 from danlu.cost.overlap import exposed
 from danlu.cost.pipeline import simulate
 from danlu.cost.schedule import actions_of
@@ -143,6 +143,50 @@ def test_the_closed_form_with_one_slow_stage(heavy: int) -> None:
     exact = simulate(order, durations).total  # type: ignore[arg-type]
     times = [StageTime(slow[stage], 2 * slow[stage], slow[stage]) for stage in range(4)]
     assert pipeline_time(times, 32, "1f1b", 1) == pytest.approx(exact)
+
+
+def test_the_closed_form_counts_every_way_once() -> None:
+    hops = (0.1, 0.7, 0.2)
+    order = actions_of("1f1b", places=4, microbatches=1)
+    durations = {(kind, stage): seconds for stage in range(4) for kind, seconds in (("F", 1.0), ("B", 2.0))}
+    transfers = {pair: hop for rank, hop in enumerate(hops) for pair in ((rank, rank + 1), (rank + 1, rank))}
+    exact = simulate(order, durations, transfers).total  # type: ignore[arg-type]
+    for slowest in range(4):
+        times = [
+            StageTime(1.0, 2.0 + 1e-9 * (rank == slowest), 1.0, ahead=2 * after, behind=2 * before)
+            for rank, (before, after) in enumerate(zip((0.0, *hops), (*hops, 0.0), strict=True))
+        ]
+        assert pipeline_time(times, 1, "1f1b", 1) == pytest.approx(exact)
+
+
+def test_a_pipeline_hops_over_the_level_between_two_ranks() -> None:
+    inside, across = POD.levels[0].fanout, 4
+    places = Predictor(LLAMA, BATCH, POD).places(Layout(pp=across * 2, tp=inside // 2))
+    assert [places.hop(rank) for rank in range(4)] == [0, 1, 0, 1]
+    places = Predictor(LLAMA, BATCH, POD).places(Layout(pp=across, tp=inside))
+    assert [places.hop(rank) for rank in range(3)] == [1, 1, 1]
+
+
+def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
+    software = replace(OURS, hides_gradients=False)
+    layout = Layout(shard=8, microbatches=2, reshards=True)
+    freed, kept = (
+        Predictor(LLAMA, BATCH, POD, software).step(each).parts for each in (layout, layout._replace(reshards=False))
+    )
+    head = LLAMA.vocabulary * LLAMA.width / parameters(LLAMA)
+    gathered = freed["gather"] - kept["gather"]
+    assert gathered > 0
+    assert freed["gather"] / gathered == pytest.approx((2 - head + 2) / (1 - head), rel=0.02)  # gradients are fp32
+
+
+def test_slow_chips_do_not_slow_the_network() -> None:
+    narrow = POD.model_copy(
+        update={"levels": tuple(level.model_copy(update={"bandwidth": level.bandwidth / 16}) for level in POD.levels)}
+    )
+    software, layout = replace(OURS, hides_gradients=False), Layout(shard=64, microbatches=2, reshards=True)
+    wide, slow = (Predictor(LLAMA, BATCH, cluster, software).step(layout) for cluster in (POD, narrow))
+    assert slow.seconds > 1.5 * wide.seconds
+    assert slow.parts["stragglers"] == pytest.approx(wide.parts["stragglers"])
 
 
 def test_zero_bubble_waits_less() -> None:

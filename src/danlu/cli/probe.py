@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from danlu.cost.stragglers import behind
 from danlu.report.wording import flops, size
 from danlu.spec import Chip, Cluster, Curve, Level, Operator, Tier
 from danlu.spec.toml import dumps
@@ -245,6 +246,7 @@ def _cluster(figures: _Figures, name: str, place: _ClusterPlace | None) -> Clust
             measured=True,
             operators={dtype: _rounded(curves) for dtype, curves in ranks.operators.items()},
             alone=_digits(ranks.alone),
+            spread=_digits((ranks.late - 1) / behind(ranks.ranks, 1.0)) if ranks.ranks > 1 else None,
             overlaps=figures.chip.name != "cpu",
         ),
         levels=tuple(

@@ -62,6 +62,10 @@ QUICK = Effort(
     dtypes=("fp32", "bf16"),
 )
 
+_SIDE = 512
+"""Rows of a product by which ranks are compared."""
+_PIECE = 0.02
+"""Seconds of work between two collectives of a step."""
 _KEPT = 64 * _MIB
 """Bytes of results that stay while more are made, as activations do: the next goes where no cache has been lately."""
 
@@ -96,6 +100,8 @@ class RankFigures(Description):
     memory_bandwidth: float
     alone: float
     """How many times faster one rank multiplies while the others rest."""
+    late: float
+    """How many times longer than on the mean of them equal work takes on the slowest rank: what the others wait for."""
     operators: dict[Dtype, dict[Operator, Curve]]
     fits: Many[Fit]
     """One a collective and kind of group; none for a single rank."""
@@ -262,7 +268,7 @@ class _Session:
                 peak[name] = mean
         on_step("memory")
         bandwidth = self._mean(memory_bandwidth(self.device, effort.memory, self.ranks))
-        alone = self._alone(effort.peak)
+        alone, late = self._alone(effort.peak), self._late(effort.peak)
         curves: dict[Dtype, dict[Operator, Curve]] = {}
         for name in effort.dtypes:
             on_step(f"operators {name}")
@@ -281,6 +287,7 @@ class _Session:
             peak=peak,
             memory_bandwidth=bandwidth,
             alone=alone,
+            late=late,
             operators={name: found for name, found in curves.items() if found},
             fits=tuple(fits),
             left_out=left_out,
@@ -293,12 +300,35 @@ class _Session:
         """How many times faster rank 0 multiplies while the others wait for it."""
         if self.ranks == 1:
             return 1.0
-        side = 512
-        left, right = torch.randn(side, side, device=self.device), torch.randn(side, side, device=self.device)
+        left, right = (torch.randn(_SIDE, _SIDE, device=self.device) for _ in range(2))
         run = partial(torch.matmul, left, right)
         together = self._mean(steady_seconds(run, self.device, seconds / 2))
         by_itself = steady_seconds(run, self.device, seconds / 2) if self.rank == 0 else 0.0
         return max(1.0, together / agreed(by_itself, dist.ReduceOp.SUM, self.device))
+
+    def _late(self, seconds: float) -> float:
+        """How long the slowest rank takes for work that all begin at once, over the mean of them.
+
+        In pieces as long as what ranks do between two collectives: over a moment they lie further apart, as those that
+        share a core take turns, and over a minute closer.
+        """
+        if self.ranks == 1:
+            return 1.0
+        left, right = (torch.randn(_SIDE, _SIDE, device=self.device) for _ in range(2))
+        product = partial(torch.matmul, left, right)
+        once = agreed(steady_seconds(product, self.device, _PIECE), dist.ReduceOp.MAX, self.device)
+        products = max(1, int(_PIECE / once))
+
+        def piece() -> None:
+            for _ in range(products):
+                product()
+
+        mine, slowest = 0.0, 0.0
+        for _ in range(max(10, int(seconds / _PIECE))):
+            spent = self._once(piece)
+            mine += spent
+            slowest += agreed(spent, dist.ReduceOp.MAX, self.device)  # all begin the next piece together
+        return max(1.0, slowest / self._mean(mine))
 
     def _curve(self, runs: Iterable[Timed], seconds: float) -> Curve:
         sizes, times = [], []

@@ -68,6 +68,7 @@ class Predictor:
         if not chip.overlaps:
             software = self.software = replace(software, hides_gradients=False, hides_transfers=False)
         self.alone = chip.alone
+        self.spread = self.habits.spread if chip.spread is None else chip.spread
         inner, outer = self.efficiency.inner, self.efficiency.outer
         self.network = network_of(cluster, inner, outer, self.habits.collective, software.ring_bandwidth)
         self.notes = constants.notes(chip, dtype)
@@ -166,7 +167,7 @@ class _Step(Cutting):
         parts.update(worst)
         slots, chips = [stage.slot for stage in stages], layout.world // layout.pp
         waiting = (parts["transfer"] + parts.get("gather", 0.0)) / (layout.microbatches * slots[slowest])
-        parts["stragglers"] = (1 - waiting) * pipeline * straggling(slots, chips, self.habits.spread)
+        parts["stragglers"] = (1 - waiting) * pipeline * straggling(slots, chips, self.of.spread)
         parts["other"] = self.habits.step
         return Prediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.habits.step,

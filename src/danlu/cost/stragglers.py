@@ -1,7 +1,7 @@
 """What slow chips cost: a step waits for the slowest one, unless its stage has time to spare.
 
 Chips of one kind differ by 8 % from one end to the other, up to 22 % (Sinha et al., "Not all GPUs are created equal",
-SC 2022), which is a standard deviation of some 2 %.
+SC 2022), which is a standard deviation of some 2 %. Of ranks that share cores `danlu probe` measures it.
 """
 
 from collections.abc import Sequence

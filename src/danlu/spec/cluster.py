@@ -97,6 +97,8 @@ class Chip(Description):
     """
     alone: float = Field(default=1.0, ge=1.0)
     """How many times faster a chip computes while the others of its node rest: above 1 where they share cores."""
+    spread: float | None = Field(default=None, ge=0.0)
+    """Standard deviation of what equal work takes on different chips, as a share; as of other chips when left out."""
     overlaps: bool = True
     """Whether collectives run while the chip computes; on a CPU they are calls that wait."""
 
