@@ -60,7 +60,7 @@ class Bars:
     """Steps of a layout in a round, where others disturb."""
 
 
-FULL = Bars(error=0.15, order=0.9, rounds=3, steps=2, most=4)
+FULL = Bars(error=0.15, order=0.9, rounds=2, steps=3, most=5)
 SAMPLE = Bars(error=0.4, order=0.5, rounds=1, steps=3, most=4)
 
 

@@ -296,6 +296,9 @@ def _table(figures: _Figures, cluster: Cluster) -> Table:
         table.add_row(f"peak {dtype}", flops(peak), how)
     table.add_row("memory", size(cluster.chip.memory), "as the system reports it, over the ranks that share it")
     table.add_row("memory bandwidth", _speed(ranks.memory_bandwidth), "large copy, read and written bytes counted")
+    if ranks.ranks > 1:
+        how = "time of equal work over the mean of all ranks: what the others wait for"
+        table.add_row("slowest rank", f"{ranks.late:.2f} ×", how)
     for fit in ranks.fits:
         how = f"{len(fit.sizes)} sizes to {size(fit.sizes[-1])}, line within {fit.error:.0%} of each"
         table.add_row(f"{fit.operation} × {fit.ranks}", f"{_speed(fit.bandwidth)}, {_micro(fit.latency)}", how)
