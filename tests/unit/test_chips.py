@@ -175,6 +175,12 @@ def test_a_rank_keeps_the_memory_it_frees_for_its_next_step() -> None:
     assert rank < 0.1 * bare
 
 
+def test_a_c_library_that_keeps_nothing_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("danlu.chips.cpu._keep_freed_memory", lambda: False)
+    with pytest.warns(UserWarning, match="6 to 12 % longer"):
+        CpuRuntime().device(0)
+
+
 def test_telemetry_reads_the_kernel() -> None:
     chip = find("cpu")
     assert chip.telemetry is not None

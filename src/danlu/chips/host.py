@@ -4,7 +4,6 @@ Every function takes the root of the file system, so that a test can show it ano
 without /proc and /sys the answers come from Python's own `os` and `resource` where they have them.
 """
 
-import ctypes
 import os
 import platform
 import re
@@ -88,22 +87,6 @@ def resident_peak(root: Path = _ROOT) -> int:
 def _status(root: Path, key: str) -> int:
     match = re.search(rf"^{key}:\s+(\d+) kB$", _text(root / "proc/self/status"), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
-
-
-def keep_freed_memory() -> bool:
-    """Have the C library keep what this process frees for its next request; True where it does (glibc).
-
-    A step frees and asks for the same large tensors as the one before. glibc gives them back to the system in between
-    and gets them page by page, each cleared first: 6 to 12 % of a step's time on a CPU. Kept, they cost 1 to 6 % more
-    memory at the peak (11 % where sizes change from step to step, as of experts), and what a process frees is not
-    free for others until it ends.
-    """
-    maps_at_most, trim_threshold = -4, -1
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    return bool(mallopt(maps_at_most, 0)) and bool(mallopt(trim_threshold, -1))
 
 
 def last_level_cache(root: Path = _ROOT) -> int:
