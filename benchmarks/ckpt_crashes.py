@@ -1,9 +1,10 @@
-"""Crash a save in every way a disk allows, and kill a process that saves: is anything wrong ever loaded, or lost?
+"""Crash a save in every way a disk allows, and kill a process that saves: is wrong data ever loaded, or data lost?
 
-    python benchmarks/ckpt_crashes.py [--states 10000] [--kills 2000] [--folder DIR] [--json FILE]
+    python benchmarks/ckpt_crashes.py [--states 10000] [--kills 2000] [--folder DIR] [--report FILE]
 
 The model of a crash is that of `tests/faults/crash_states.py`. Kills are SIGKILLs of a real process on a real disk.
-Exits non-zero if a state or a kill shows a wrong load or a lost checkpoint. The last line is JSON.
+Exits non-zero if a state or a kill shows a wrong load or a lost checkpoint. The last line is JSON. Here several writers
+are threads whose calls are interleaved at random; `recorded_crashes.py` records real ranks.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,7 +34,7 @@ def main() -> int:
     options.add_argument("--kills", type=int, default=2_000, help="SIGKILLs of a process that saves")
     options.add_argument("--folder", type=Path, default=Path(), help="where to save; must be on a real disk")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", type=Path, help="keep the report here")
+    add_report_option(options)
     asked = options.parse_args()
     began = time.perf_counter()
     with Progress(console=Console(stderr=True), auto_refresh=False) as progress:  # no thread: children are forks
@@ -48,8 +50,7 @@ def main() -> int:
     }
     for line in tally.wrong[:20]:
         print(line)
-    if asked.json:
-        asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.report, "ckpt_crashes", report)
     print(json.dumps(report))
     return int(bool(tally.wrong) or tally.states < asked.states)
 
@@ -76,7 +77,7 @@ def _states(count: int, seed: int, progress: Progress) -> Tally:
 
 
 def _scenarios(folder: Path, number: int) -> Iterator[Scenario]:
-    """A round of all scenarios; in every round the writers' calls follow each other differently."""
+    """A round of all scenarios; in every round the writers' calls are interleaved differently."""
     yield by_class(folder / "class")
     if number % 8 == 0:
         yield by_class(folder / "large", megabytes=4)

@@ -1,12 +1,12 @@
-"""Change the files of checkpoints in thousands of ways: is every change found, and all mended that parity reaches?
+"""Corrupt the files of checkpoints in thousands of ways: is every change found, and repaired if parity allows?
 
-    python benchmarks/ckpt_damage.py [--changes 10000] [--json FILE]
+    python benchmarks/ckpt_damage.py [--changes 10000] [--report FILE]
 
 One change at a time: bits flipped, bytes lost or added, blocks zeroed, chunks and files swapped, files of other
 checkpoints and of other attempts, files removed; in checkpoints of one, three and seventy writers, half of them with
-two parity blocks for every eight packs. After each, a full verification, the load of a random part of every tensor, and
-where there is parity a repair, after which every file must be byte for byte what it was. Exits non-zero if a change is
-not found, anything wrong is loaded, or a repair makes something else. The last line is JSON.
+two parity blocks for every eight packs. After each, a full verification, the load of a random slice of every tensor,
+and with parity a repair, after which every file must be byte for byte as before. Exits non-zero if a change is not
+found, wrong data is loaded, or a repair writes something else. The last line is JSON.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
 
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults")
 
 from damaging import Shelves, damage_many
 
-from danlu.storage.checkpoint.mending import mend
+from danlu.storage.checkpoint.repair import repair
 
 SHARES = {(1, 0): 0.2, (3, 0): 0.2, (70, 0): 0.1, (1, 2): 0.2, (3, 2): 0.2, (70, 2): 0.1}
 """Writers and parity of a checkpoint, and its share of the changes."""
@@ -33,7 +34,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--changes", type=int, default=10_000)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", type=Path, help="keep the report here")
+    add_report_option(options)
     asked = options.parse_args()
     began, report = time.perf_counter(), {}
     with Progress(console=Console(stderr=True)) as progress:
@@ -43,7 +44,7 @@ def main() -> int:
                 Shelves.made(writers, parity),
                 round(asked.changes * share),
                 asked.seed,
-                repair=mend if parity else None,
+                repair=repair if parity else None,
                 on_change=lambda: progress.advance(task),
             )
             report[f"{writers} writers, parity {parity}"] = asdict(told)
@@ -51,8 +52,7 @@ def main() -> int:
     for line in silent[:20]:
         print(line)
     whole = {"by writers": report, "seconds": round(time.perf_counter() - began, 1), "seed": asked.seed}
-    if asked.json:
-        asked.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.report, "ckpt_damage", whole)
     print(json.dumps(whole))
     return int(bool(silent))
 

@@ -1,8 +1,8 @@
-"""Time of a copy that takes a checksum on the way, against a plain copy of the same bytes in the same second.
+"""Time of a copy that computes a checksum, compared with a plain copy of the same bytes in the same second.
 
     python benchmarks/copy_hash.py [--mebibytes 256] [--rounds 15] [--processes 1 2] [--quick]
 
-Each round copies once each way, in alternating order, so that what else the machine does meets both. The figure is the
+Each round copies once each way, in alternating order, so that other load on the machine affects both. The figure is the
 median of the rounds' ratios; with several processes, all copy at the same time and the worst one's median counts. The
 last line is JSON.
 """
@@ -16,7 +16,7 @@ from multiprocessing.synchronize import Barrier
 
 import numpy as np
 
-from danlu.storage.hashing import copy_and_hash, crc32c, hashing_is_native
+from danlu.storage.store.checksum import copy_with_crc32c, crc32c, crc32c_is_native
 
 TARGET = 1.05
 
@@ -34,7 +34,7 @@ def main() -> None:
         rates = f"plain {result['plain_gbs']:.2f} GB/s, with checksum {result['hashed_gbs']:.2f} GB/s"
         ratio = f"ratio of times {result['ratio']:.3f} (target {TARGET} at most)"
         print(f"{count} process(es): {rates}, {ratio}; checksum alone {result['crc_gbs']:.2f} GB/s")
-    print(json.dumps({"bytes": size, "rounds": rounds, "native": hashing_is_native(), "processes": results}))
+    print(json.dumps({"bytes": size, "rounds": rounds, "native": crc32c_is_native(), "processes": results}))
 
 
 def measure(count: int, size: int, rounds: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ def measure(count: int, size: int, rounds: int) -> dict[str, float]:
 
 def one(barrier: Barrier, answers: "list[dict[str, float]]", size: int, rounds: int) -> None:
     source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    target = np.ones(size, dtype=np.uint8)  # touched, so that no page is made while the clock runs
+    target = np.ones(size, dtype=np.uint8)  # touched, so that no page fault falls into the timed part
     view, into = memoryview(source), memoryview(target)
     expected = crc32c(view)
 
@@ -65,7 +65,7 @@ def one(barrier: Barrier, answers: "list[dict[str, float]]", size: int, rounds: 
 
     def hashed() -> float:
         began = time.perf_counter()
-        found = copy_and_hash(view, into)
+        found = copy_with_crc32c(view, into)
         took = time.perf_counter() - began
         assert found == expected
         return took

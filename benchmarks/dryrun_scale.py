@@ -1,11 +1,11 @@
 """What a dry run of a real job costs: seconds and memory of one process for each rank that differs, at full size.
 
-    python benchmarks/dryrun_scale.py [--quick] [--case NAME]
+    python benchmarks/dryrun_scale.py [--quick] [--case NAME] [--report FILE]
 
-Every rank is run by a process of its own, one after the other. Four published jobs at their real number of ranks, then
+Every rank is run by a separate process, one after the other. Four published jobs at their real number of ranks, then
 one model whose ranks grow from 1,024 to 102,400 while each keeps its work. Exits non-zero if a bar is missed: seconds
-and memory of a rank, and how much longer the largest world takes than the smallest (in CPU seconds, which neighbours on
-the machine do not lengthen). A job that does not fit its chips is told, but misses no bar. The last line is JSON.
+and memory of a rank, and how much longer the largest world takes than the smallest (in CPU seconds, which other load on
+the machine does not lengthen). A job that does not fit its chips is reported, but misses no bar. The last line is JSON.
 """
 
 import argparse
@@ -19,29 +19,30 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from danlu.comm.layout import dense_ranks
-from danlu.report import wording
+from danlu.comm.rank_layout import dense_ranks
+from danlu.report import formatting
 from danlu.spec import Cluster, load_cluster
-from danlu.spec.check import check_all
+from danlu.spec.check import load_run_spec
 from danlu.spec.load import load_model
 from danlu.spec.plan import DENSE_AXES, Degrees, Plan
-from danlu.spec.recipe import Batch, Data, Precision, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
 
 SECONDS, MEMORY, GROWTH = 120.0, 8 * 2**30, 2.0
 """The bars: wall seconds and resident bytes of a rank's process; CPU seconds of the largest world over the smallest."""
 PATIENCE = 5
-"""A rank may take so many times the bar before it is ended: how far it is off is worth knowing."""
+"""A rank may take so many times the bar before it is killed: how far it is off is worth knowing."""
 RECIPES = Path(__file__).parents[1] / "recipes"
 WORLDS = (1_024, 10_240, 102_400)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe and a plan of this repository on a cluster of the catalogue."""
+    """A recipe and a plan of this repository on a cluster of the catalog."""
 
     recipe: str
     plan: str
@@ -49,7 +50,7 @@ class Job:
 
     def read(self) -> tuple[Recipe, Plan, Cluster]:
         """The three files, checked against each other."""
-        checked = check_all(RECIPES / self.recipe, RECIPES / "plans" / self.plan, self.cluster)
+        checked = load_run_spec(RECIPES / self.recipe, RECIPES / "plans" / self.plan, self.cluster)
         assert checked.cluster is not None
         return checked.recipe, checked.plan, checked.cluster
 
@@ -61,7 +62,7 @@ CASES = {
     "bagualu": Job("bagualu.toml", "bagualu-sunway.toml", "sunway"),
 }
 QUICK = ("bagualu", "growth")
-"""The sample for CI: the most ranks, and one pipeline place of the case."""
+"""The sample for CI: the most ranks, and one pipeline rank of the case."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +73,27 @@ class Task:
     world: int
     rank: int
     place: str
-    """What sets it apart: its place on the pipeline."""
+    """What distinguishes it: its pipeline rank."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank's process found and took."""
+    """Findings and cost of one rank's process."""
 
     seconds: float
     """From the start of the process to its end, as its parent sees it."""
     cpu: float
     resident: int
     peak: int
-    sent: dict[str, int]
-    """Bytes by level of the network."""
+    wire: dict[str, int]
+    """Bytes that the rank sends over the network, by level."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a sample for CI")
     parser.add_argument("--case", choices=[*CASES, "growth"], help="only this one")
+    add_report_option(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -108,9 +110,9 @@ def main() -> None:
     found = [{**asdict(task), **asdict(result)} for task, result in results.items()]
     bars = {"seconds": SECONDS, "resident": MEMORY, "growth": GROWTH}
     growth = growth_of(results)
-    print(
-        json.dumps({"benchmark": "dryrun_scale", "bars": bars, "passed": not missed, "growth": growth, "ranks": found})
-    )
+    summary = {"benchmark": "dryrun_scale", "bars": bars, "passed": not missed, "growth": growth, "ranks": found}
+    print(json.dumps(summary))
+    write_report(arguments.report, "dryrun_scale", summary)
     sys.exit(1 if missed else 0)
 
 
@@ -124,9 +126,9 @@ def described(case: str, world: int) -> tuple[Recipe, Plan, Cluster]:
         name=f"growth-{world}",
         steps=1,
         model=load_model("llama3-8b"),
-        data=Data(shards="none"),
-        batch=Batch(sequences=world // 8, length=8192),
-        precision=Precision(compute="bf16"),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=world // 8, length=8192),
+        precision=PrecisionConfig(compute="bf16"),
     )
     plan = Plan(degrees=Degrees(replicate=replicas, shard=64, tp=8), recompute="selective")
     chip = load_cluster("h100-pod")
@@ -135,7 +137,7 @@ def described(case: str, world: int) -> tuple[Recipe, Plan, Cluster]:
 
 
 def tasks_of(case: str, quick: bool) -> Iterator[Task]:
-    """The ranks of a case: the first, the second and the last place of its pipeline, or the last of all ranks."""
+    """The ranks of a case: the first, the second and the last pipeline rank, or the last of all ranks."""
     if case == "growth":
         for world in (WORLDS[0], WORLDS[-1]) if quick else WORLDS:
             yield Task(case, world, world - 1, "last")
@@ -159,7 +161,7 @@ def run_all(tasks: list[Task]) -> Iterator[tuple[Task, Result]]:
 
 
 def start(task: Task) -> Result:
-    """Run a rank in a process of its own, on one core."""
+    """Run a rank in a separate process, on one core."""
     started = time.monotonic()
     child = subprocess.run(
         [sys.executable, __file__, "--child", json.dumps(asdict(task))],
@@ -175,32 +177,31 @@ def start(task: Task) -> Result:
 
 
 def run_rank(task: Task) -> None:
-    """What the child does; its last line is a part of a `Result`."""
-    from danlu.framework.dryrun import dry_run
+    """The child process; its last line has the fields of a `Result` except `seconds`."""
+    from danlu.dryrun.dry_run import dry_run_rank
 
     recipe, plan, cluster = described(task.case, task.world)
     before = time.process_time()
-    trace = dry_run(recipe, plan, cluster, task.rank)
-    sent = dict.fromkeys((level.name for level in cluster.levels), 0)
+    trace = dry_run_rank(recipe, plan, cluster, task.rank)
+    wire = dict.fromkeys((level.name for level in cluster.levels), 0)
     for call in trace.collectives:
-        if call.operation != "receive":
-            sent[call.level] += call.total
+        wire[call.level] += call.total_wire
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     cpu = time.process_time() - before
-    print(json.dumps({"cpu": cpu, "resident": resident, "peak": trace.peak.total, "sent": sent}))
+    print(json.dumps({"cpu": cpu, "resident": resident, "peak": trace.peak.total, "wire": wire}))
 
 
 def table(results: dict[Task, Result]) -> Table:
-    """All ranks, a row each."""
+    """All ranks, one per row."""
     shown = Table(title="Dry runs, one process a rank", title_justify="left")
     for heading in ("case", "ranks", "layout", "rank"):
         shown.add_column(heading, justify="right" if heading == "ranks" else "left")
-    for heading in ("seconds", "of CPU", "resident", "peak of the rank", "of its chip", "sent in a step, by level"):
-        shown.add_column(heading, justify="left" if heading.startswith("sent") else "right")
+    for heading in ("seconds", "of CPU", "resident", "peak of the rank", "of its chip", "wire in a step, by level"):
+        shown.add_column(heading, justify="left" if heading.startswith("wire") else "right")
     for task, result in results.items():
         _, plan, cluster = described(task.case, task.world)
         share = result.peak / cluster.chip.memory
-        fits = wording.percent(share) if share <= 1 else f"[red]{wording.percent(share)}, does not fit[/]"
+        fits = formatting.percent(share) if share <= 1 else f"[red]{formatting.percent(share)}, does not fit[/]"
         shown.add_row(
             task.case,
             f"{task.world:,}",
@@ -208,10 +209,10 @@ def table(results: dict[Task, Result]) -> Table:
             f"{task.rank:,} ({task.place})",
             f"{result.seconds:.1f}",
             f"{result.cpu:.1f}",
-            wording.size(result.resident),
-            wording.size(result.peak),
+            formatting.size(result.resident),
+            formatting.size(result.peak),
             fits,
-            ", ".join(f"{level} {wording.size(size)}" for level, size in result.sent.items() if size),
+            ", ".join(f"{level} {formatting.size(size)}" for level, size in result.wire.items() if size),
         )
     return shown
 
@@ -224,7 +225,7 @@ def layout(plan: Plan) -> str:
 
 
 def growth_of(results: dict[Task, Result]) -> float | None:
-    """How many times the CPU seconds of the smallest world the largest takes."""
+    """CPU seconds of the largest world over those of the smallest."""
     grown = {task.world: result.cpu for task, result in results.items() if task.case == "growth"}
     return grown[max(grown)] / grown[min(grown)] if len(grown) > 1 else None
 
@@ -237,7 +238,7 @@ def misses(results: dict[Task, Result]) -> list[str]:
         if result.seconds > SECONDS:
             found.append(f"{name}: took {result.seconds:.0f} s ({result.cpu:.0f} s of CPU), the bar is {SECONDS:.0f} s")
         if result.resident > MEMORY:
-            found.append(f"{name}: held {wording.size(result.resident)}, the bar is {wording.size(MEMORY)}")
+            found.append(f"{name}: held {formatting.size(result.resident)}, the bar is {formatting.size(MEMORY)}")
     growth = growth_of(results)
     if growth is not None and growth >= GROWTH:
         found.append(

@@ -1,12 +1,13 @@
-"""Is the dry run true? The same step on real ranks over gloo and dry, layout by layout.
+"""Is the dry run accurate? The same step on real ranks over gloo and dry, layout by layout.
 
-    python benchmarks/dryrun_truth.py [--quick]
+    python benchmarks/dryrun_truth.py [--quick] [--report FILE]
 
-Every rank takes two steps on real tensors, the second recorded, and then runs dry as itself. Collectives must be
-the same (operation, dtype, bytes, group, count), and peak bytes of live tensors within the bar. Beside them stands
-how much the resident set of the real process grew over both steps: that holds allocator, libraries and the network's
-own buffers too. Experts are loaded evenly on both sides; one layout is run again as its router wants, to be looked
-at: all-to-alls and bytes differ there by nature. Exits non-zero if a layout misses. The last line is JSON.
+The real side is the training loop itself, measured by torch: the collectives are those that gloo reports, peak bytes
+those of torch's allocator, both from torch's profiler (`tests/multiprocess/profiled.py`). Collectives must be the same
+(operation, bytes, count), and peak bytes within the bar. Also shown is how much the resident set of the real process
+grew over two unprofiled steps: that includes the allocator, libraries and the network's own buffers. Experts are loaded
+evenly on both sides; one layout is run again with its real router, for information: all-to-alls and bytes differ there
+by nature. Exits non-zero if a layout misses. The last line is JSON.
 """
 
 import argparse
@@ -24,20 +25,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from danlu.comm.join import Place, join, leave, meet
-from danlu.comm.mesh import build_mesh
-from danlu.framework.dryrun import dry_run, real_step
-from danlu.report import wording
+from danlu.comm.mesh import ParallelMesh, build_mesh
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
+from danlu.dryrun.dry_run import assume_balanced_routing, dry_run_rank
+from danlu.framework.batch_loader import BatchLoader
+from danlu.framework.build import build_train_state
+from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.stages import FixedData
+from danlu.report import formatting
 from danlu.spec.model import Model, Moe
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Precision, Recipe
-from danlu.spec.trace import Trace
+from danlu.spec.names import sanitize_name
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "multiprocess"))
+from profiled import Calls, dry_calls, profiled_loop
 
 BAR = 0.03
 """Largest difference of peak bytes, as a share of the real ones."""
@@ -55,13 +67,13 @@ class Layout:
     compute: str = "fp32"
     even: bool = True
     quick: bool = False
-    """Part of the sample."""
+    """In the sample."""
 
 
 def layouts() -> list[Layout]:
     def plan(schedule: str = "1f1b", per_rank: int = 1, **settings: Any) -> Plan:
         degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
-        return Plan(degrees=degrees, pipeline=Pipeline(schedule=schedule, stages_per_rank=per_rank), **settings)
+        return Plan(degrees=degrees, pipeline=PipelineConfig(schedule=schedule, stages_per_rank=per_rank), **settings)
 
     return [
         Layout("fsdp", plan(shard=2), quick=True),
@@ -91,18 +103,19 @@ def recipe(layout: Layout) -> Recipe:
     moe = Moe(experts=8, top_k=2, width=256, dense_layers=1) if layout.experts else None
     model = Model(vocabulary=2048, layers=8, width=256, heads=8, kv_heads=4, mlp_width=768, sequence=128, moe=moe)
     return Recipe(
-        name=layout.name,
+        name=sanitize_name(layout.name),
         steps=2,
         model=model,
-        data=Data(shards="none"),
-        batch=Batch(sequences=16, length=128),
-        precision=Precision(compute=layout.compute),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=16, length=128),
+        precision=PrecisionConfig(compute=layout.compute),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the layouts of a sample, for CI")
+    add_report_option(parser)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -129,11 +142,12 @@ def main() -> None:
         "rows": rows,
     }
     print(json.dumps(summary))
+    write_report(arguments.report, "dryrun_truth", summary)
     sys.exit(1 if missed else 0)
 
 
 def run_worlds(folder: Path, chosen: list[Layout], quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Start every size of world once, and take all its layouts in it: importing torch is the slow part."""
+    """Start every world size once, and run all its layouts in it: importing torch is slow."""
     worlds = sorted({layout.plan.degrees.world for layout in chosen})
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("layouts", total=sum(layout.plan.degrees.world for layout in chosen))
@@ -175,52 +189,72 @@ def start_ranks(folder: Path, world: int, quick: bool) -> list[subprocess.Popen[
 
 def rank_main(rank: int, world: int, port: int, folder: Path, chosen: list[Layout]) -> None:
     torch.set_num_threads(1)
-    place = Place(rank=rank, world=world, local_rank=rank, store=f"127.0.0.1:{port}")
-    store = meet(place)
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    store = rendezvous(place)
     for number, layout in enumerate(chosen):
         if layout.plan.degrees.world != world:
             continue
         made = recipe(layout)
-        join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
-        mesh = build_mesh(layout.plan, torch.device("cpu"), rank, None, experts=layout.experts)
-        before = resident_afresh()
-        real = real_step(made, mesh, None, warm_up=1, even=layout.even)
-        grown = resident_peak() - before
-        leave()
-        dry = dry_run(made, layout.plan, None, rank)
+        joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
+        mesh = build_mesh(layout.plan, World.adopt(), None, experts=layout.experts)
+        batches = BatchLoader(AnyTokens(made), made.batch, made.model.vocabulary, mesh)
+        resident = resident_growth(made, mesh, batches, layout.even)
+        real = profiled_loop(made, mesh, batches, layout.even)
+        joined.shutdown()
+        dry = dry_run_rank(made, layout.plan, None, rank)
         result = {
             "layout": layout.name,
-            "calls": sum(call.count for call in real.collectives),
-            "same": collectives(real) == collectives(dry),
-            "same_kinds": collectives(real, sizes=False) == collectives(dry, sizes=False),
-            "real": real.peak.total,
+            "calls": real.calls.total(),
+            "same": real.calls == dry_calls(dry),
+            "same_kinds": without_sizes(real.calls) == without_sizes(dry_calls(dry)),
+            "real": min(real.peaks),
             "dry": dry.peak.total,
-            "resident": grown,
+            **resident,
         }
         file = folder / f"{number:02}-{rank}"
         file.with_suffix(".part").write_text(json.dumps(result))
         file.with_suffix(".part").rename(file.with_suffix(".json"))
 
 
-def collectives(trace: Trace, sizes: bool = True) -> Counter[tuple[Any, ...]]:
-    """Every collective with its count; without the sizes of all-to-alls, which follow the router, if not wanted."""
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for call in trace.collectives:
-        size = call.size if sizes or call.operation != "all_to_all" else None
-        counts[call.operation, call.dtype, size, call.axes, call.ranks] += call.count
+class AnyTokens:
+    """Samples that need no files."""
+
+    def __init__(self, made: Recipe) -> None:
+        self.length, self.vocabulary = made.batch.length, made.model.vocabulary
+
+    def read_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows that differ."""
+        return (indices[:, None] * 31 + np.arange(self.length + 1)) % self.vocabulary
+
+
+def without_sizes(calls: Calls) -> Counter[tuple[str, int | None]]:
+    """Without the sizes of all-to-alls, which follow the router."""
+    counts: Counter[tuple[str, int | None]] = Counter()
+    for (operation, size), count in calls.items():
+        counts[operation, None if operation == "all_to_all" else size] += count
     return counts
 
 
-def resident_afresh() -> int:
-    """Give back what the allocator keeps, start the high-water mark anew, and tell the resident set."""
+def resident_growth(made: Recipe, mesh: ParallelMesh, batches: BatchLoader, even: bool) -> dict[str, int]:
+    """By how much the resident set grows at most over two unprofiled steps of a rank, and from what."""
+    before = resident_afresh()
+    state, forward_backward = build_train_state(made, mesh.plan, mesh)
+    if even:
+        assume_balanced_routing(state)
+    run_training_loop(made, state, mesh, TrainStages(FixedData(batches), forward_backward))
+    grown, file = _status("VmHWM") - before["VmRSS"], _status("RssFile") - before["RssFile"]
+    idle = _status("VmRSS")
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return {"resident": grown, "file_pages": file, "kept_free": idle - _status("VmRSS")}
+
+
+def resident_afresh() -> dict[str, int]:
+    """Free the allocator's cache, reset the high-water mark, and return the resident bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def resident_peak() -> int:
-    return _status("VmHWM")
+    return {key: _status(key) for key in ("VmRSS", "RssFile")}
 
 
 def _status(key: str) -> int:
@@ -243,7 +277,8 @@ def judged(layout: Layout, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "dry": worst["dry"],
         "real": worst["real"],
         "difference": difference,
-        "resident": max(rank["resident"] for rank in ranks),
+        **{name: max(rank[name] for rank in ranks) for name in ("resident", "file_pages", "kept_free")},
+        "resident_ratio": max(rank["resident"] / rank["dry"] for rank in ranks),
         "judged": layout.even,
         "passed": not layout.even or (same and abs(difference) <= BAR),
     }
@@ -255,7 +290,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         title_justify="left",
     )
     made.add_column("layout")
-    for name in ("ranks", "collectives", "the same", "peak dry", "peak real", "difference", "resident"):
+    for name in ("ranks", "collectives", "the same", "peak dry", "peak real", "difference", "resident", "of the peak"):
         made.add_column(name, justify="right")
     made.add_column("")
     for row in rows:
@@ -265,17 +300,18 @@ def table(rows: list[dict[str, Any]]) -> Table:
             str(row["ranks"]),
             f"{row['calls']:,}",
             "yes" if row["same"] else sizes,
-            wording.size(row["dry"]),
-            wording.size(row["real"]),
+            formatting.size(row["dry"]),
+            formatting.size(row["real"]),
             difference(row["dry"], row["real"]),
-            f"+{wording.size(row['resident'])}",
+            f"+{formatting.size(row['resident'])}",
+            f"{row['resident_ratio']:.1f} ×",
             "not judged" if not row["judged"] else "passed" if row["passed"] else "[red]missed",
         )
     return made
 
 
 def difference(dry: int, real: int) -> str:
-    """A share of the real bytes, or the bytes themselves where they are next to nothing."""
+    """A share of the real bytes, or the bytes themselves where they are negligible."""
     share = dry / real - 1
     return f"{share:+.2%}".replace("%", " %") if abs(share) >= 5e-5 else f"{dry - real:+,} B" if dry != real else "0"
 

@@ -2,9 +2,9 @@
 
     python benchmarks/fit_cost.py            # writes src/danlu/cost/calibration.toml, then: danlu validate
 
-Starts from `START` and `HABITS`, moves one constant at a time by a factor, keeps what lowers the mean absolute error of
-the logarithm, and shortens the steps: the same rows give the same file, in about a minute. Weak springs hold constants
-that few rows speak of where they started.
+Starts from `START` and `OVERHEADS`, moves one constant at a time by a factor, keeps what lowers the mean absolute error
+of the logarithm, and shortens the steps: the same rows give the same file, in about a minute. A weak regularization
+keeps constants that few rows determine near their start.
 """
 
 import csv
@@ -16,39 +16,39 @@ from pathlib import Path
 import tomli_w
 from rich.progress import Progress
 
-from danlu.cost.calibration import NATIVE, PATH, Calibration, Efficiency, Habits
-from danlu.cost.operators import Device, flash_attention, matmul
-from danlu.cost.runs import FOLDER, Run, runs
+from danlu.cost.calibration import CALIBRATION_FILE, VENDOR_SUFFIX, Calibration, ChipEfficiency, Overheads
+from danlu.cost.operator_time import DeviceModel, flash_attention_time, matmul_time
+from danlu.cost.runs import DATA_DIR, PublishedRun, load_runs
 
-START = Efficiency(
+START = ChipEfficiency(
     matmul=0.75,
     weight_gradient=0.95,
-    grouped=0.85,
+    grouped_gemm=0.85,
     fp8=0.75,
-    wave=0.7,
-    depth=128.0,
+    wave_quantization=0.7,
+    half_speed_k=128.0,
     attention_forward=0.5,
     attention_backward=0.42,
     attention_fill=1.2,
-    memory=0.8,
-    launch=2.5e-6,
-    inner=0.75,
-    outer=0.75,
+    memory_bandwidth=0.8,
+    kernel_latency=2.5e-6,
+    intra_node=0.75,
+    inter_node=0.75,
     cores=108,
 )
-HABITS = Habits(
-    elementwise=1.0,
-    scores=13.0,
-    scores_backward=17.0,
-    logits=30.0,
-    optimizer=32.0,
-    dispatch=12.0,
+OVERHEADS = Overheads(
+    elementwise_traffic=1.0,
+    score_bytes_moved=13.0,
+    score_bytes_moved_backward=17.0,
+    logit_bytes_moved=30.0,
+    optimizer_bytes_moved=32.0,
+    dispatch_bytes_moved=12.0,
     contention=0.15,
-    collective=20e-6,
-    host=40e-6,
-    tensor_hidden=0.6,
+    collective_latency=20e-6,
+    launch_overhead=40e-6,
+    tp_overlap=0.6,
     spread=0.013,
-    step=0.01,
+    step_overhead=0.01,
 )
 CORES = {"A100": 108, "H100": 132, "B200": 148, "B300": 148, "Ascend-910B": 24, "MI3": 304, "TPU": 8}
 ACHIEVABLE = {"A100": 271.2 / 312, "H100": 794.5 / 989, "GB200": 1745 / 2500, "B300": 1769 / 2250, "GB300": 1769 / 2500}
@@ -75,11 +75,11 @@ class Operator:
 
 
 def operators() -> list[Operator]:
-    with (FOLDER / "operators.csv").open(encoding="utf-8", newline="") as file:
+    with (DATA_DIR / "operators.csv").open(encoding="utf-8", newline="") as file:
         return [Operator(row["chip"], row["op"], float(row["efficiency"]), row) for row in csv.DictReader(file)]
 
 
-def operator_error(chip: Efficiency, device: Device, rows: Sequence[Operator]) -> float:
+def operator_error(chip: ChipEfficiency, device: DeviceModel, rows: Sequence[Operator]) -> float:
     """Mean absolute error of the logarithm of the time of operators."""
     device = replace(device, efficiency=chip)
     return sum(abs(log(_seconds(device, item) / _measured(device, item))) for item in rows) / len(rows)
@@ -89,7 +89,7 @@ def _sizes(item: Operator) -> tuple[int, int, int, int]:
     return tuple(int(item.row[name]) for name in ("batch", "m", "n", "k"))  # type: ignore[return-value]
 
 
-def _measured(device: Device, item: Operator) -> float:
+def _measured(device: DeviceModel, item: Operator) -> float:
     if item.kind in ("matmul", "group_matmul"):
         groups, m, n, k = _sizes(item)
         return 2.0 * groups * m * n * k / (device.peak * item.efficiency)
@@ -99,21 +99,21 @@ def _measured(device: Device, item: Operator) -> float:
     return flops * (2.5 if item.kind == "sdp_bwd" else 1.0) / (device.peak * item.efficiency)
 
 
-def _seconds(device: Device, item: Operator) -> float:
+def _seconds(device: DeviceModel, item: Operator) -> float:
     if item.kind in ("matmul", "group_matmul"):
         groups, m, n, k = _sizes(item)
         if item.row["layout"] == "bwd_grad_w":
             m, k = k, m
         if item.row["layout"] == "bwd_grad_act":
             n, k = k, n
-        return matmul(device, m, n, k, groups=groups, weight_gradient=item.row["layout"] in ("NT", "bwd_grad_w"))
+        return matmul_time(device, m, n, k, groups=groups, weight_gradient=item.row["layout"] in ("NT", "bwd_grad_w"))
     row = item.row
     head, length = (int(row["head"]) + int(row["value_head"])) / 2, int(row["length"])
     backward = item.kind == "sdp_bwd"
-    return flash_attention(device, int(row["batch"]), int(row["heads"]), length, length, head, backward=backward)
+    return flash_attention_time(device, int(row["batch"]), int(row["heads"]), length, length, head, backward=backward)
 
 
-def run_error(constants: Calibration, rows: Sequence[Run]) -> float:
+def run_error(constants: Calibration, rows: Sequence[PublishedRun]) -> float:
     """Mean absolute error of the logarithm of the time of steps."""
     return sum(abs(log(run.predict(constants).seconds / run.seconds)) for run in rows if run.seconds) / len(rows)
 
@@ -148,11 +148,11 @@ def descend(start: dict[str, float], error: Error, tick: Callable[[], None]) -> 
 FRACTIONS = {
     "matmul",
     "weight_gradient",
-    "grouped",
-    "wave",
-    "inner",
-    "outer",
-    "memory",
+    "grouped_gemm",
+    "wave_quantization",
+    "intra_node",
+    "inter_node",
+    "memory_bandwidth",
     "contention",
     "attention_forward",
 }
@@ -160,8 +160,8 @@ FRACTIONS |= {"attention_backward", "fp8"}
 ON_OPERATORS = (
     "matmul",
     "weight_gradient",
-    "wave",
-    "depth",
+    "wave_quantization",
+    "half_speed_k",
     "attention_forward",
     "attention_backward",
     "attention_fill",
@@ -174,32 +174,42 @@ class Stage:
 
     chip: str
     constants: tuple[str, ...]
-    habits: tuple[str, ...]
-    rows: tuple[Run, ...]
+    overheads: tuple[str, ...]
+    rows: tuple[PublishedRun, ...]
 
 
 def stages() -> Iterator[Stage]:
     """What is fitted on what, in order: later stages keep what earlier ones found."""
-    every = [run for run in runs() if run.fit]
+    every = [run for run in load_runs() if run.is_fit_set]
 
-    def of(chip: str, *sets: str) -> tuple[Run, ...]:
+    def of(chip: str, *sets: str) -> tuple[PublishedRun, ...]:
         return tuple(run for run in every if run.set in sets and chip in run.cluster.chip.name)
 
     yield Stage(
         "A100",
-        ("matmul", "wave", "depth", "attention_forward", "attention_backward", "inner"),
-        ("elementwise", "scores", "scores_backward", "logits", "optimizer", "contention", "host", "step", "collective"),
+        ("matmul", "wave_quantization", "half_speed_k", "attention_forward", "attention_backward", "intra_node"),
+        (
+            "elementwise_traffic",
+            "score_bytes_moved",
+            "score_bytes_moved_backward",
+            "logit_bytes_moved",
+            "optimizer_bytes_moved",
+            "contention",
+            "launch_overhead",
+            "step_overhead",
+            "collective_latency",
+        ),
         of("A100", "fit-foundry", "fit-one-node"),
     )
     yield Stage("H100", ("matmul", "attention_forward", "attention_backward", "fp8"), (), of("H100", "fit-foundry"))
-    yield Stage("B200", ("matmul", "inner", "grouped"), ("dispatch",), of("B200", "fit-simumax"))
-    yield Stage("Ascend-910B", ("matmul", "grouped"), (), of("Ascend", "fit-ascend"))
+    yield Stage("B200", ("matmul", "intra_node", "grouped_gemm"), ("dispatch_bytes_moved",), of("B200", "fit-simumax"))
+    yield Stage("Ascend-910B", ("matmul", "grouped_gemm"), (), of("Ascend", "fit-ascend"))
     yield Stage("MI3", ("matmul",), (), of("MI3", "fit-amd"))
     yield Stage("TPU-v5e", ("matmul",), (), of("TPU-v5e", "fit-maxtext"))
     yield Stage("TPU-v5p", ("matmul",), (), of("TPU-v5p", "fit-maxtext"))
 
 
-def on_operators(progress: Progress) -> dict[str, Efficiency]:
+def on_operators(progress: Progress) -> dict[str, ChipEfficiency]:
     """Shape-dependence of products and attention, from operators measured by themselves."""
     found = {}
     for name, chip, peak, bandwidth in (
@@ -209,7 +219,7 @@ def on_operators(progress: Progress) -> dict[str, Efficiency]:
         rows = [item for item in operators() if item.chip == chip and item.kind != "group_matmul"]
         grouped = [item for item in operators() if item.chip == chip and item.kind == "group_matmul"]
         base = replace(START, cores=CORES[name])
-        device = Device(peak, peak, bandwidth, 2, base)
+        device = DeviceModel(peak, peak, bandwidth, 2, base)
         task = progress.add_task(f"{name}: {len(rows)} operators", total=ROUNDS * (len(ON_OPERATORS) + 1))
 
         def tick(task: int = task) -> None:
@@ -222,7 +232,7 @@ def on_operators(progress: Progress) -> dict[str, Efficiency]:
         )
         base = replace(base, **values)
         values = descend(
-            {"grouped": base.grouped},
+            {"grouped_gemm": base.grouped_gemm},
             lambda values, base=base, device=device, rows=grouped: operator_error(
                 replace(base, **values), device, rows
             ),
@@ -237,7 +247,7 @@ def fit() -> Calibration:
     with Progress() as progress:
         chips = on_operators(progress)
         chips["H100"] = replace(chips["A100"], cores=CORES["H100"], measured_on="")
-        constants = Calibration(chips=chips, habits=HABITS, default=replace(chips["A100"], measured_on=""))
+        constants = Calibration(chips=chips, overheads=OVERHEADS, default=replace(chips["A100"], measured_on=""))
         for stage in stages():
             constants = _fit(constants, stage, progress)
         chips = dict(constants.chips)
@@ -245,7 +255,7 @@ def fit() -> Calibration:
         return replace(constants, chips=chips, default=replace(chips["A100"], measured_on="as A100"))
 
 
-def _unfitted(chips: dict[str, Efficiency]) -> dict[str, Efficiency]:
+def _unfitted(chips: dict[str, ChipEfficiency]) -> dict[str, ChipEfficiency]:
     """Chips with libraries of their own that no row to fit on has: what others measured on them alone stands in.
 
     Training gets of the best product what it gets of it on the A100.
@@ -260,7 +270,7 @@ def _unfitted(chips: dict[str, Efficiency]) -> dict[str, Efficiency]:
         )
         if name == "H100":
             forward, backward = HOPPER_ATTENTION
-            found[name + NATIVE] = replace(native, attention_forward=forward, attention_backward=backward)
+            found[name + VENDOR_SUFFIX] = replace(native, attention_forward=forward, attention_backward=backward)
         else:
             found[name] = native
     return found
@@ -274,7 +284,7 @@ def _fit(constants: Calibration, stage: Stage, progress: Progress) -> Calibratio
         attention_forward=START.attention_forward,
         attention_backward=START.attention_backward,
     )
-    names = [*stage.constants, *stage.habits]
+    names = [*stage.constants, *stage.overheads]
     task = progress.add_task(f"{stage.chip}: {len(stage.rows)} runs", total=ROUNDS * len(names))
     alone = stage.chip not in ("A100", "H100", "B200")
 
@@ -284,23 +294,23 @@ def _fit(constants: Calibration, stage: Stage, progress: Progress) -> Calibratio
             share = values["matmul"] / chip.matmul
             moved |= {key: getattr(chip, key) * share for key in ("attention_forward", "attention_backward")}
         entry = replace(chip, **moved, measured_on=", ".join(sorted({run.set for run in stage.rows})))
-        habits = replace(constants.habits, **{key: values[key] for key in stage.habits})
-        return replace(constants, chips={**constants.chips, stage.chip: entry}, habits=habits)
+        overheads = replace(constants.overheads, **{key: values[key] for key in stage.overheads})
+        return replace(constants, chips={**constants.chips, stage.chip: entry}, overheads=overheads)
 
     start = {key: getattr(chip, key) for key in stage.constants}
-    start |= {key: getattr(constants.habits, key) for key in stage.habits}
+    start |= {key: getattr(constants.overheads, key) for key in stage.overheads}
     best = descend(start, lambda values: run_error(made(values), stage.rows), lambda: progress.advance(task))
     return made(best)
 
 
-def written(constants: Calibration, path: Path = PATH) -> None:
+def written(constants: Calibration, path: Path = CALIBRATION_FILE) -> None:
     def rounded(entry: dict[str, object]) -> dict[str, object]:
         return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in entry.items()}
 
     default = rounded(asdict(constants.default))
     chips = {name: rounded(asdict(entry)) for name, entry in constants.chips.items()}
-    table = {"habits": rounded(asdict(constants.habits)), "default": default, "chips": chips}
-    assert {field.name for field in fields(Efficiency)} == set(default)
+    table = {"overheads": rounded(asdict(constants.overheads)), "default": default, "chips": chips}
+    assert {field.name for field in fields(ChipEfficiency)} == set(default)
     text = "# Written by benchmarks/fit_cost.py from the sets `fit-…` of published/; see docs/planner-truth.md.\n\n"
     path.write_text(text + tomli_w.dumps(table), encoding="utf-8")
 

@@ -1,10 +1,10 @@
-"""Hosts in supernodes on one machine: network namespaces joined by bridges, with links made narrow by the kernel.
+"""Hosts in supernodes on one machine: network namespaces joined by bridges, with links that the kernel throttles.
 
     with supernodes(inside="2gbit", between="200mbit") as hosts:
         subprocess.run([*hosts[3].enter, "ping", "-c", "1", hosts[0].address])
 
-Everything lives in namespaces of its own, so the machine's addresses and routes stay as they are. Needs root, and `ip`
-and `tc` of iproute2; `why_not` says what is missing.
+Everything is in separate namespaces, so the machine's addresses and routes do not change. Needs root, and `ip` and `tc`
+of iproute2; `why_not` returns what is missing.
 """
 
 import os
@@ -29,12 +29,12 @@ class Host:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """Begins a command that shall run on this host."""
+        """Prefix of a command that runs on this host."""
         return "ip", "netns", "exec", self.namespace
 
 
 def why_not() -> str:
-    """Why namespaces cannot be made here; empty where they can."""
+    """Why namespaces cannot be created here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -50,9 +50,9 @@ def why_not() -> str:
 
 @contextmanager
 def supernodes(inside: str, between: str, nodes: int = 2, hosts_each: int = 2) -> Iterator[list[Host]]:
-    """Make hosts in supernodes: each host has a link of rate `inside`, each supernode one of rate `between`.
+    """Create hosts in supernodes: each host has a link of rate `inside`, each supernode one of rate `between`.
 
-    Rates are as `tc` writes them. Hosts are numbered through, supernode by supernode.
+    Rates are in `tc`'s format. Hosts are numbered consecutively, supernode by supernode.
     """
     prefix = f"danlu-{os.getpid()}"
     made: list[str] = []
@@ -82,7 +82,7 @@ def _namespace(name: str, made: list[str]) -> str:
 
 
 def _switch(name: str, made: list[str]) -> str:
-    """A namespace that holds nothing but a bridge."""
+    """A namespace with only a bridge."""
     _namespace(name, made)
     _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", name, "link", "set", "bridge", "up")

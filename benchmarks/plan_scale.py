@@ -1,7 +1,8 @@
-"""How long `danlu plan` takes for published jobs and 100,000 chips, and whether it finds what pricing all finds.
+"""How long `danlu plan` takes for published jobs and 100,000 chips, and whether it equals exhaustive pricing.
 
-    python benchmarks/plan_scale.py           # five large questions, and small ones against exhaustive pricing
-    python benchmarks/plan_scale.py --quick   # one large question, two small ones
+    python benchmarks/plan_scale.py           # five large requests, and small ones compared with exhaustive pricing
+    python benchmarks/plan_scale.py --quick   # one large request, two small ones
+    python benchmarks/plan_scale.py --report FILE
 
 A search must take less than 60 seconds of one core. Prints a table and a line of JSON; exits with 1 if a bar is missed.
 """
@@ -12,15 +13,16 @@ import sys
 from pathlib import Path
 from time import process_time
 
+from reports import add_report_option, write_report
 from rich.console import Console
 from rich.table import Table
 
-from danlu.cost import parameters
-from danlu.planner import Answer, Question, exhaustive, search
+from danlu.cost import count_parameters
+from danlu.planner import PlanRequest, SearchResult, search, search_exhaustively
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import load_cluster, load_recipe
 from danlu.spec.model import Model, Moe
-from danlu.spec.recipe import Batch, Data, Precision, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
 
 LIMIT = 60.0
 """Seconds of one core."""
@@ -28,14 +30,17 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def main() -> int:
-    """Ask every question and print what came of it."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true", help="one large question, two small ones")
-    quick = arguments.parse_args().quick
-    large = [_searched(name, question) for name, question in _large(quick)]
-    small = [_compared(name, question) for name, question in _small(quick)]
+    """Run every request and print the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one large question, two small ones")
+    add_report_option(parser)
+    arguments = parser.parse_args()
+    large = [_searched(name, question) for name, question in _large(arguments.quick)]
+    small = [_compared(name, question) for name, question in _small(arguments.quick)]
     _show(large, small)
-    print(json.dumps({"limit": LIMIT, "large": large, "small": small}))
+    summary = {"limit": LIMIT, "large": large, "small": small}
+    print(json.dumps(summary))
+    write_report(arguments.report, "plan_scale", summary)
     slow = [row["name"] for row in large if row["cpu_seconds"] > LIMIT or not row["found"]]
     wrong = [row["name"] for row in small if not row["same"]]
     for name in (*slow, *wrong):
@@ -43,14 +48,14 @@ def main() -> int:
     return 1 if slow or wrong else 0
 
 
-def _large(quick: bool) -> list[tuple[str, Question]]:
+def _large(quick: bool) -> list[tuple[str, PlanRequest]]:
     pod, sunway = load_cluster("h100-pod"), load_cluster("sunway")
     found = [
-        ("llama3-70b", Question(recipe=load_recipe(RECIPES / "llama3-70b.toml"), cluster=pod, chips=4096)),
-        ("llama3-405b", Question(recipe=load_recipe(RECIPES / "llama3-405b.toml"), cluster=pod, chips=16384)),
-        ("deepseek-v3-like", Question(recipe=load_recipe(RECIPES / "deepseek.toml"), cluster=pod, chips=2048)),
-        ("bagualu", Question(recipe=load_recipe(RECIPES / "bagualu.toml"), cluster=sunway, chips=96000)),
-        ("10^14 parameters", Question(recipe=_hundred_trillion(), cluster=_hundred_thousand(), chips=100_000)),
+        ("llama3-70b", PlanRequest(recipe=load_recipe(RECIPES / "llama3-70b.toml"), cluster=pod, chips=4096)),
+        ("llama3-405b", PlanRequest(recipe=load_recipe(RECIPES / "llama3-405b.toml"), cluster=pod, chips=16384)),
+        ("deepseek-v3-like", PlanRequest(recipe=load_recipe(RECIPES / "deepseek.toml"), cluster=pod, chips=2048)),
+        ("bagualu", PlanRequest(recipe=load_recipe(RECIPES / "bagualu.toml"), cluster=sunway, chips=96000)),
+        ("10^14 parameters", PlanRequest(recipe=_hundred_trillion(), cluster=_hundred_thousand(), chips=100_000)),
     ]
     return found[:1] if quick else found
 
@@ -72,20 +77,20 @@ def _hundred_trillion() -> Recipe:
         name="100t",
         steps=1000,
         model=model,
-        data=Data(shards="none"),
-        batch=Batch(sequences=100_000, length=4096),
-        precision=Precision(compute="bf16"),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=100_000, length=4096),
+        precision=PrecisionConfig(compute="bf16"),
     )
 
 
 def _hundred_thousand() -> Cluster:
-    """100,000 chips of the catalogue's pod, in nodes of 8, pods of 2,000 and 50 pods behind a tapered layer."""
+    """100,000 chips of the catalog's pod, in nodes of 8, pods of 2,000 and 50 pods behind a tapered layer."""
     values = load_cluster("h100-pod").model_dump() | {"name": "100k"}
     values["levels"][1]["fanout"], values["levels"][2]["fanout"] = 250, 50
     return Cluster.model_validate(values)
 
 
-def _small(quick: bool) -> list[tuple[str, Question]]:
+def _small(quick: bool) -> list[tuple[str, PlanRequest]]:
     dense = Model(vocabulary=32000, layers=8, width=2048, heads=16, kv_heads=8, mlp_width=8192, sequence=4096)
     experts = dense.model_copy(update={"moe": Moe(experts=8, top_k=2, width=4096)})
     found = []
@@ -97,7 +102,7 @@ def _small(quick: bool) -> list[tuple[str, Question]]:
     return found[:1] + found[6:7] if quick else found
 
 
-def _small_question(model: Model, memory: float, slow: float) -> Question:
+def _small_question(model: Model, memory: float, slow: float) -> PlanRequest:
     values = load_cluster("dgx-a100").model_dump() | {"name": "small"}
     values["chip"]["memory"] = round(memory)
     values["levels"] = [
@@ -108,23 +113,23 @@ def _small_question(model: Model, memory: float, slow: float) -> Question:
         name="small",
         steps=1,
         model=model,
-        data=Data(shards="none"),
-        batch=Batch(sequences=16, length=2048),
-        precision=Precision(compute="bf16"),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=16, length=2048),
+        precision=PrecisionConfig(compute="bf16"),
     )
-    return Question(recipe=recipe, cluster=Cluster.model_validate(values), chips=8)
+    return PlanRequest(recipe=recipe, cluster=Cluster.model_validate(values), chips=8)
 
 
-def _searched(name: str, question: Question) -> dict[str, object]:
+def _searched(name: str, question: PlanRequest) -> dict[str, object]:
     begin = process_time()
-    answer: Answer = search(question)
+    answer: SearchResult = search(question)
     taken = process_time() - begin
     best = answer.best[0] if answer.best else None
     return {
         "name": name,
-        "parameters": parameters(question.model),
+        "parameters": count_parameters(question.model),
         "chips": question.chips,
-        "layouts": answer.layouts,
+        "layouts": answer.layouts_searched,
         "priced": answer.priced,
         "cpu_seconds": round(taken, 1),
         "wall_seconds": round(answer.seconds, 1),
@@ -135,11 +140,17 @@ def _searched(name: str, question: Question) -> dict[str, object]:
     }
 
 
-def _compared(name: str, question: Question) -> dict[str, object]:
-    best, found = exhaustive(question), search(question, shown=1)
+def _compared(name: str, question: PlanRequest) -> dict[str, object]:
+    best, found = search_exhaustively(question), search(question, shown=1)
     chosen = found.best[0] if found.best else None
     same = (best is None) == (chosen is None) and (best is None or chosen is None or best.plan == chosen.plan)
-    return {"name": name, "layouts": found.layouts, "priced": found.priced, "fits": best is not None, "same": same}
+    return {
+        "name": name,
+        "layouts": found.layouts_searched,
+        "priced": found.priced,
+        "fits": best is not None,
+        "same": same,
+    }
 
 
 def _show(large: list[dict[str, object]], small: list[dict[str, object]]) -> None:

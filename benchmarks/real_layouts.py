@@ -1,7 +1,7 @@
-"""Layouts trained for real on ranks of this machine, one step at a time on command; `plan_truth.py` asks for them.
+"""Layouts trained on real ranks of this machine, one step at a time on command; used by `plan_truth.py`.
 
 Every world of ranks is started once and builds all its layouts; then it waits for orders on its standard input, so
-that layouts of different worlds can take turns and noise of the machine hits all of them alike.
+that layouts of different worlds can take turns and noise of the machine affects all of them equally.
 """
 
 import argparse
@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from danlu.spec.model import Model, Moe
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Recipe, Schedule
+from danlu.spec.names import sanitize_name
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, Recipe
 
 MANY_STEPS = 10**6
-"""More than anybody asks for."""
+"""More than any layout runs."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Layout:
     plan: Plan
     experts: bool = False
     length: int = 256
-    """Tokens a sequence; the batch has always as many tokens."""
+    """Tokens per sequence; the batch always has the same number of tokens."""
     quick: bool = False
-    """Part of the sample."""
+    """In the sample."""
 
     @property
     def world(self) -> int:
@@ -47,7 +48,7 @@ class Layout:
 
 def plan(schedule: str = "1f1b", per_rank: int = 1, **settings: Any) -> Plan:
     degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
-    return Plan(degrees=degrees, pipeline=Pipeline(schedule=schedule, stages_per_rank=per_rank), **settings)
+    return Plan(degrees=degrees, pipeline=PipelineConfig(schedule=schedule, stages_per_rank=per_rank), **settings)
 
 
 def layouts() -> list[Layout]:
@@ -76,7 +77,7 @@ def layouts() -> list[Layout]:
 
 
 def layouts_apart() -> list[Layout]:
-    """Four ranks, each on a host of its own, two hosts a supernode."""
+    """Four ranks, each on its own host, two hosts per supernode."""
     return [
         Layout("fsdp 4", plan(shard=4)),
         Layout("hsdp 2 × 2", plan(replicate=2, shard=2)),
@@ -97,23 +98,23 @@ def recipe(layout: Layout) -> Recipe:
     moe = Moe(experts=8, top_k=2, width=704, dense_layers=1) if layout.experts else None
     model = Model(vocabulary=4096, layers=4, width=512, heads=8, mlp_width=1408, sequence=512, moe=moe)
     return Recipe(
-        name=layout.name,
+        name=sanitize_name(layout.name),
         steps=MANY_STEPS,
         model=model,
-        data=Data(shards="none"),
-        batch=Batch(sequences=2048 // layout.length, length=layout.length),
-        schedule=Schedule(kind="constant"),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=2048 // layout.length, length=layout.length),
+        schedule=LRSchedule(kind="constant"),
     )
 
 
 class Noise:
-    """Samples drawn at random: what they say does not change how long a step takes."""
+    """Random samples: their contents do not change how long a step takes."""
 
-    def __init__(self, batch: Batch, vocabulary: int) -> None:
+    def __init__(self, batch: BatchConfig, vocabulary: int) -> None:
         self.length, self.vocabulary = batch.length, vocabulary
 
-    def at(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same rows whenever they are asked for."""
+    def read_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same rows for every request."""
         draw = np.random.default_rng(int(indices[0]))
         return draw.integers(0, self.vocabulary, (len(indices), self.length + 1))
 
@@ -125,7 +126,7 @@ class World:
     ranks: tuple[subprocess.Popen[str], ...]
 
     def order(self, **what: Any) -> dict[str, Any]:
-        """Tell all ranks, and hear rank 0's answer when all are done."""
+        """Send an order to all ranks, and return rank 0's answer when all are done."""
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.write(json.dumps(what) + "\n")
@@ -144,7 +145,7 @@ class World:
 def worlds(
     sizes: Sequence[int], apart: Sequence[str] = (), interface: str = "", host: str = "127.0.0.1"
 ) -> Iterator[dict[int, World]]:
-    """Start the ranks of every size of world; `apart` are commands that put each rank on a host of its own."""
+    """Start the ranks of every world size; `apart` are commands that put each rank on its own host."""
     started: dict[int, World] = {}
     try:
         for size in sizes:
@@ -170,16 +171,17 @@ def _start(size: int, apart: Sequence[str], interface: str, host: str) -> Iterat
 
 
 def rank_main(rank: int, world: int, store: str, found: dict[str, Layout]) -> None:
-    """Obey: `build` a layout, or take `steps` of it."""
+    """Execute orders: `build` a layout, or run `steps` of it."""
     import torch
 
-    from danlu.chips.registry import find
-    from danlu.comm.join import Place, join, leave, meet
+    from danlu.chips.registry import find_chip
+    from danlu.comm.rendezvous import RankInfo, rendezvous
+    from danlu.comm.world import World
 
     torch.set_num_threads(1)
-    find("cpu").runtime.device(rank)
-    place = Place(rank=rank, world=world, local_rank=rank, store=store)
-    join(place, "gloo", meet(place))
+    find_chip("cpu").runtime.set_device(rank)
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=store)
+    joined = World.join(place, "gloo", rendezvous(place))
     built: dict[str, Callable[[int], list[float]]] = {}
     for line in sys.stdin:
         order = json.loads(line)
@@ -190,35 +192,34 @@ def rank_main(rank: int, world: int, store: str, found: dict[str, Layout]) -> No
         else:
             answer["seconds"] = built[name](order["steps"])
         print(json.dumps(answer), flush=True)
-    leave()
+    joined.shutdown()
 
 
 def build(layout: Layout, rank: int) -> Callable[[int], list[float]]:
-    """A function that trains so many steps, the whole loop as `danlu train` runs it, and tells the seconds of each."""
-    import torch
+    """A function that trains so many steps with the full loop of `danlu train`, and returns the seconds of each."""
     import torch.distributed as dist
 
-    from danlu.chips.registry import find
+    from danlu.chips.registry import find_chip
     from danlu.comm.mesh import build_mesh
-    from danlu.framework.build import build as build_run
-    from danlu.framework.feed import Feed
-    from danlu.framework.loop import train
+    from danlu.comm.world import World
+    from danlu.framework.batch_loader import BatchLoader
+    from danlu.framework.build import build_train_state as build_run
+    from danlu.framework.loop import TrainStages, run_training_loop
+    from danlu.framework.stages import FixedData
 
     made = recipe(layout)
-    mesh = build_mesh(layout.plan, torch.device("cpu"), rank, None, experts=layout.experts)
+    mesh = build_mesh(layout.plan, World.adopt(), None, experts=layout.experts)
     state, forward_backward = build_run(made, layout.plan, mesh)
-    feed = Feed(Noise(made.batch, made.decoder.vocabulary), made.batch, made.decoder.vocabulary, mesh)
-    memory_peak = find("cpu").runtime.memory_peak
+    feed = BatchLoader(Noise(made.batch, made.decoder.vocabulary), made.batch, made.decoder.vocabulary, mesh)
+    memory_peak = find_chip("cpu").runtime.max_memory
+    stages = TrainStages(FixedData(feed), forward_backward, stop_requested=lambda: True, memory_peak=memory_peak)
 
     def steps(count: int) -> list[float]:
         seconds = []
         for _ in range(count):
             dist.barrier()
             began = time.perf_counter()
-            train(
-                made, state, forward_backward, feed, mesh, memory_peak, lambda event: None,
-                maybe_save=lambda state, last: None, stop=lambda: True,
-            )  # fmt: skip
+            run_training_loop(made, state, mesh, stages)
             dist.barrier()
             seconds.append(time.perf_counter() - began)
         return seconds

@@ -2,11 +2,11 @@
 
     python benchmarks/sunway_mapping.py [--quick] [--svg docs/pictures/sunway-mapping.svg]
 
-First the catalogue's 14.5 T model on all 96,000 processors, with its experts spread across supernodes, over everything,
-and inside. Then a field: 256 supernodes of 256, a layer's 512 experts over 256 ranks, tokens of a rank and the width of
-an expert swept. Three places of the same 256 ranks: across (one in every supernode; those that share an expert's states
-inside), inside (all in one supernode; states shared across), and half and half. Every place takes the recompute and
-sharding that suit it best and fit. Prints tables and a line of JSON, and draws the field.
+First the catalog's 14.5 T model on all 96,000 processors, with its experts across supernodes, over everything, and
+inside. Then a grid: 256 supernodes of 256, a layer's 512 experts over 256 ranks, sweeping the tokens of a rank and the
+width of an expert. Three mappings of the same 256 ranks: across (one in every supernode; an expert's states are sharded
+inside), inside (all in one supernode; states sharded across), and half and half. Every mapping uses the best recompute
+and sharding that fit. Prints tables and a line of JSON, and draws the grid.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from danlu.planner import Choice, Question, price, search
-from danlu.planner.question import limits
+from danlu.planner import PlanRequest, PricedPlan, price_plan, search
+from danlu.planner.request import parse_constraints
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import load_cluster, load_model, load_recipe
 from danlu.spec.model import Model
 from danlu.spec.plan import Degrees, Plan
-from danlu.spec.recipe import Batch, Data, Precision, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
 
 ROOT = Path(__file__).parents[1]
 RANKS, SUPERNODES = 256, 256
@@ -38,7 +38,7 @@ WIDTHS = (768, 1536, 3072, 6144, 12288, 24576)
 
 
 def main() -> None:
-    """Print both studies and draw the field."""
+    """Print both studies and draw the grid."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--quick", action="store_true", help="a field of 3 × 2, and no search")
     arguments.add_argument("--svg", type=Path, help="draw the field into this file")
@@ -53,9 +53,9 @@ def main() -> None:
 
 
 def _whole_machine() -> list[dict[str, object]]:
-    """The catalogue's model on all processors, its experts spread in four ways; each with the best of all else."""
+    """The catalog's model on all processors, its experts mapped in four ways; each with the best of all else."""
     recipe, cluster = load_recipe(ROOT / "recipes" / "bagualu.toml"), load_cluster("sunway")
-    question = Question(recipe=recipe, cluster=cluster, chips=cluster.chips)
+    question = PlanRequest(recipe=recipe, cluster=cluster, chips=cluster.chips)
     ways = {
         "across 375 supernodes, 1 in each (ep 375)": "ep=375",
         "across 375 supernodes, 2 in each (ep 750)": "ep=750",
@@ -65,15 +65,15 @@ def _whole_machine() -> list[dict[str, object]]:
     }
     found = []
     for name, fix in ways.items():
-        answer = search(replace(question, limits=limits(fix)), shown=1)
-        best = answer.best[0] if answer.best else answer.leanest
+        answer = search(replace(question, constraints=parse_constraints(fix)), shown=1)
+        best = answer.best[0] if answer.best else answer.least_memory
         assert best is not None
         found.append(
             {
                 "way": name,
                 "fits": bool(answer.best),
                 "seconds": best.seconds,
-                "bytes": best.bytes,
+                "bytes": best.peak_bytes,
                 "degrees": best.plan.degrees.model_dump(),
                 "parts": best.prediction.parts,
             }
@@ -96,15 +96,15 @@ def _recipe(tokens: int, width: int) -> Recipe:
         name="field",
         steps=1,
         model=model.model_copy(update={"moe": moe}),
-        data=Data(shards="none"),
-        batch=Batch(sequences=world * tokens // length, length=length),
-        precision=Precision(compute="bf16"),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=world * tokens // length, length=length),
+        precision=PrecisionConfig(compute="bf16"),
     )
 
 
 def _cell(tokens: int, width: int) -> dict[str, object]:
     cluster = _machine()
-    question = Question(recipe=_recipe(tokens, width), cluster=cluster, chips=cluster.chips)
+    question = PlanRequest(recipe=_recipe(tokens, width), cluster=cluster, chips=cluster.chips)
     found: dict[str, object] = {"tokens": tokens, "width": width}
     for name, place in PLACES.items():
         best = _best(question, place)
@@ -112,8 +112,8 @@ def _cell(tokens: int, width: int) -> dict[str, object]:
     return found
 
 
-def _best(question: Question, place: dict[str, int]) -> Choice | None:
-    """The best recompute, sharding and number of microbatches of one place; None if none fits."""
+def _best(question: PlanRequest, place: dict[str, int]) -> PricedPlan | None:
+    """The best recompute, sharding and number of microbatches of one mapping; None if none fits."""
     held = question.recipe.batch.sequences // question.chips
     choices = []
     for recompute in ("none", "selective", "full"):
@@ -126,13 +126,13 @@ def _best(question: Question, place: dict[str, int]) -> Choice | None:
                     recompute=recompute,  # type: ignore[arg-type]
                     reshard_after_forward=reshards,
                 )
-                choices.append(price(question, plan))
+                choices.append(price_plan(question, plan))
     fitting = [choice for choice in choices if choice.fits]
     return min(fitting, key=lambda choice: choice.seconds, default=None)
 
 
 def _gain(cell: dict[str, object], over: str) -> float | None:
-    """How much faster `across` is than another place."""
+    """How much faster `across` is than another mapping."""
     mine, other = cell["across"], cell[over]
     return float(other) / float(mine) if mine and other else None  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ def _gain_text(cell: dict[str, object], over: str) -> str:
 
 
 def _svg(field: list[dict[str, object]], tokens: tuple[int, ...], widths: tuple[int, ...]) -> str:
-    """The field: warm where experts across supernodes win over experts inside, cold where they lose."""
+    """The grid: warm where experts across supernodes win over experts inside, cold where they lose."""
     wide, high, left, top = 78, 34, 120, 54
     width, height = left + wide * len(tokens) + 10, top + high * len(widths) + 46
     parts = [

@@ -1,4 +1,4 @@
-"""The same script with its states sharded over all ranks; `diff plain.py parallel.py` is all there is to it.
+"""The same script with its states sharded over all ranks; see `diff plain.py parallel.py`.
 
 torchrun --nproc-per-node 2 examples/parallel.py
 """
@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what this layer found to the stream."""
+        """Attention and feed-forward network, each with its residual connection."""
         h = self.norm1(x)
         q, k, v = (f(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Bytes in, scores of the next byte out."""
+    """Bytes in, logits of the next byte out."""
 
     def __init__(self, vocabulary: int = 256, layers: int = LAYERS) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Gpt(nn.Module):
         self.score = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Score every byte at every position."""
+        """Logits of every byte at every position."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
@@ -66,7 +66,7 @@ def main() -> None:
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
         starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=draw)
-        rows = danlu.share(torch.stack([data[start : start + LENGTH + 1] for start in starts]), model)
+        rows = danlu.shard_batch(torch.stack([data[start : start + LENGTH + 1] for start in starts]), model)
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         if guard.commit(loss):

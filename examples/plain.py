@@ -1,4 +1,4 @@
-"""A plain PyTorch training script: a small GPT learns to write Python from Python's own library.
+"""A plain PyTorch training script: a small GPT learns to write Python from the standard library.
 
 python examples/plain.py
 """
@@ -24,7 +24,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what this layer found to the stream."""
+        """Attention and feed-forward network, each with its residual connection."""
         h = self.norm1(x)
         q, k, v = (f(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Bytes in, scores of the next byte out."""
+    """Bytes in, logits of the next byte out."""
 
     def __init__(self, vocabulary: int = 256, layers: int = LAYERS) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Gpt(nn.Module):
         self.score = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Score every byte at every position."""
+        """Logits of every byte at every position."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)

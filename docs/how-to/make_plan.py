@@ -1,4 +1,4 @@
-"""Writes plan.md: every question beside the real output of its command. Run from the root of the repository.
+"""Writes plan.md: every mode beside the real output of its command. Run from the root of the repository.
 
 python docs/how-to/make_plan.py
 """
@@ -13,37 +13,48 @@ DENSE = "recipes/llama3-70b.toml --cluster h100-pod"
 QUESTIONS = [
     (
         "Which layout?",
-        "The fastest that fits, its runners-up, where its time and its bytes go, and what speaks against each "
-        "neighbour. `--out` writes the plan, `--open` a page with pictures, `--json` prints all of it for machines.",
+        "The fastest that fits, its runners-up, where its time and memory go, and why each neighbor loses. `--out` "
+        "writes the plan, `--open` a page with pictures, `--json` prints JSON.",
         f"danlu plan {DENSE} --chips 256 --out plan.toml",
     ),
-    ("What fits on fewer chips?", "Or what does not, and by how much.", f"danlu plan {DENSE} --chips 16"),
+    (
+        "What fits on fewer chips?",
+        "Or what does not, by how much, and how many chips would be enough.",
+        f"danlu plan {DENSE} --chips 16",
+    ),
+    (
+        "Why is this rejected?",
+        "With the message of `danlu check`, and exit code 2.",
+        f"danlu plan {DENSE} --chips 256 --fix tp=16",
+    ),
     (
         "Why not this layout?",
-        "The best layout under a condition, beside the best of all.",
+        "The best layout under a constraint, beside the best of all.",
         f"danlu plan {DENSE} --chips 256 --why-not tp=8,cp=1",
     ),
     (
         "What if the network were faster?",
-        "Levels, chip and batch can be changed: by a factor, or to a value as a cluster's file has it.",
+        "Levels, chip and batch can be changed: by a factor, or to a value as in a cluster file.",
         f"danlu plan {DENSE} --chips 256 --what-if pod.bandwidth=2x",
     ),
     ("What if chips had more memory?", "", f"danlu plan {DENSE} --chips 256 --what-if 'chip.memory=141 GB'"),
     (
         "How many chips for a deadline?",
-        "The fewest that train so many tokens in so many days, failures included.",
+        "The fewest full nodes whose best layout trains this many tokens within this many days, failures included. "
+        "More nodes are not always faster, and some numbers have no layout, so every number of nodes is searched from "
+        "the fewest that could finish at peak FLOP/s: each up to 128 nodes, then in steps of at most 1/64.",
         "danlu plan recipes/llama3-70b.toml --cluster h100-pod --chips 2048 --days 120 --tokens 2T",
     ),
     ("How good is my own plan?", "", f"danlu plan {DENSE} --compare recipes/plans/llama3-70b-h100.toml"),
     (
-        "What if I fix a degree, or leave an axis out?",
+        "What if I fix a degree, or exclude an axis?",
         "",
         f"danlu plan {DENSE} --chips 256 --fix tp=8 --without cp,zbv",
     ),
     ("Which layout takes least memory?", "", f"danlu plan {DENSE} --chips 64 --leanest"),
     (
         "How long may sequences be?",
-        "Doubled, with as many tokens a batch, until nothing fits.",
+        "Doubled, at constant tokens per batch, until nothing fits.",
         f"danlu plan {DENSE} --chips 64 --longest",
     ),
     (
@@ -52,48 +63,54 @@ QUESTIONS = [
         "danlu plan recipes/deepseek.toml --cluster h100-pod --chips 512 --imbalance 1.5 --fix 'pp=8|16,tp=1,cp=1'",
     ),
     (
-        "Do the formulas hold?",
-        "`--verify` runs the two best layouts dry, or as many as it is told (the same program; layers like their "
-        "neighbours are counted once), and shows formula against program for the rank that the program fills most. "
-        "A layout whose program does not fit the chip is refused, and the next proposed. It needs torch, and seconds "
-        "to minutes a layout; up to an hour with a thousand microbatches.",
+        "Are the predictions correct?",
+        "`--verify` dry-runs the two best layouts, or the given number (the real program; identical layers are run "
+        "once), and compares the predictions with it for the fullest rank. A layout whose dry run does not fit the "
+        "chip is rejected, and the next one is proposed. It needs torch, and seconds to minutes per layout; up to an "
+        "hour with a thousand microbatches.",
         f"danlu plan {DENSE} --chips 1024 --fix pp=1,cp=1 --verify",
     ),
     (
-        "What do failures leave?",
+        "How much do failures cost?",
         "With another mean time between failures of a node than the cluster's.",
         f"danlu plan {DENSE} --chips 256 --mtbf '5 d'",
     ),
 ]
 HEAD = """# Plan before you launch
 
-`danlu plan` turns a recipe and a cluster into a plan: which layout, how fast, how many bytes on the fullest chip, and
-why not the others. It needs neither the chips nor torch. Times are predictions of the cost model; `danlu validate`
-shows how far off they are. What is searched, and what is proven of the answer, is said in
-[the room's page](../rooms/planner.md).
+`danlu plan` turns a recipe and a cluster into a plan: the fastest layout, its step time and memory, and why others
+lose. It needs neither the chips nor torch. Times are predictions of the cost model; `danlu validate`
+shows how far off they are. [The planner's page](../rooms/planner.md) lists what is searched and what is proven.
+
+Every result begins with the precision and the chip's peak in it. A recipe without `[precision]` computes in fp32, and
+if the chip is far faster in bf16 a warning says what that costs. Use one mode at a time: options that have no effect
+together are an error. Bytes are in decimal units (1 GB = 10⁹ bytes) here and everywhere else, as in data
+sheets, cluster files and link speeds, so that `memory = "80 GB"` of a cluster's file is the `80.0 GB` of the result. An
+H100 of "80 GB" really has 85.5 GB (79.6 GiB): say what yours has, or measure it with `danlu probe`.
+<!-- not measured: what a unit means, and a data sheet -->
 
 Every output below is that of the command above it (`docs/how-to/make_plan.py` writes this page).
 """
 TAIL = """
 ## Experts across supernodes, or inside?
 
-On a machine in the manner of Sunway (supernodes of 256 with full bandwidth, a network between them that is 16:3
-narrower), 512 experts a layer lie over 256 ranks: one in every supernode (and those that share an expert's states
-inside), or all in one supernode (and states shared across). `benchmarks/sunway_mapping.py` prices both for a field of
-tokens and experts:
+On a machine like Sunway (supernodes of 256 with full bandwidth, a network between them that is 16:3
+narrower), 512 experts per layer lie on 256 ranks: one in every supernode (with an expert's states sharded inside), or
+all in one supernode (with states sharded across). `benchmarks/sunway_mapping.py` prices both over a range of tokens and
+experts:
 
 ![Step time with experts inside a supernode over that with experts across](../pictures/sunway-mapping.svg)
 
-Few tokens and wide experts: gathering the experts' states weighs more than exchanging tokens, so states want the fast
-level and experts go across, as BaGuaLu laid them out (Ma et al., PPoPP 2022). Many tokens and narrow experts: the other
-way round. The border lies between 1,024 and 2,048 tokens a rank and step for experts of 768, at about 8,000 for experts
-of 12,288.
+Few tokens and wide experts: gathering the experts' states costs more than exchanging tokens, so states need the fast
+level and experts go across, as in BaGuaLu (Ma et al., PPoPP 2022). Many tokens and narrow experts: the other way
+round. The crossover lies between 1,024 and 2,048 tokens per rank and step for experts of 768, at about 8,000 for
+experts of 12,288.
 
-Spread half and half over both levels, the same ranks are 2 to 6 % faster than across: a sixteenth of the tokens stays
-inside a supernode, and exchanges take 15 + 15 rounds instead of 255. BaGuaLu reports up to 1.6 times over a symmetric
-mapping, measured with its own software; this cost model does not show that gain.
+Spread half and half over both levels, the same ranks are a few percent faster than across: a sixteenth of the tokens
+stays inside a supernode, and exchanges take 15 + 15 rounds instead of 255. BaGuaLu reports up to 1.6 times over a
+symmetric mapping, measured with its own software; this cost model does not show that gain.
 
-The 14.5 T model of the catalogue on all 96,000 processors is fastest with its experts across all 375 supernodes and
+The 14.5 T model of the catalog on all 96,000 processors is fastest with its experts across all 375 supernodes and
 over 32 ranks inside each. Inside one supernode alone they do not fit.
 """
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from danlu.spec import Ended, RunFolder, StepReport
-from danlu.storage.build import build
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.spec import EndEvent, RunFolder, StepEvent
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -70,12 +70,12 @@ def main() -> None:
 def quickstart(folder: Path) -> None:
     """The first run in its terminal, and its page."""
     run = RunFolder(folder / "runs" / "quickstart")
-    build(["python-stdlib"], folder / "shards" / "python-stdlib", BytesTokenizer())
+    build_dataset(["python-stdlib"], folder / "shards" / "python-stdlib", BytesTokenizer())
     with Terminal(folder) as terminal:
         terminal.type(COMMAND)
-        wait_for(lambda: any(isinstance(e, StepReport) and e.step >= SHUTTER for e in run.read_events()))
+        wait_for(lambda: any(isinstance(e, StepEvent) and e.step >= SHUTTER for e in run.read_events()))
         (HERE / "train.svg").write_text(terminal.picture(), encoding="utf-8")
-        wait_for(lambda: any(isinstance(e, Ended) for e in run.read_events()))
+        wait_for(lambda: any(isinstance(e, EndEvent) for e in run.read_events()))
         wait_for(run.report.exists)
     photograph(run.report, HERE / "report.png", PAGE)
 

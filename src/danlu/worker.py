@@ -1,233 +1,269 @@
-"""The door of one training process: from a run's folder to its last step."""
+"""The entry point of one training process: from a run's folder to its last step."""
 
-import fcntl
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from danlu.chips.descriptor import Descriptor
-from danlu.chips.measure import matmul_peak
-from danlu.chips.registry import find
-from danlu.comm.join import Place, join, leave, meet
-from danlu.comm.mesh import Mesh, build_mesh
-from danlu.framework.build import build
-from danlu.framework.continuity import Continuity, continuity
-from danlu.framework.guard import stop_on_signal
-from danlu.framework.journal import Journal
-from danlu.framework.keeper import Keeper
-from danlu.framework.loop import train
+from danlu.chips.descriptor import ChipDescriptor
+from danlu.chips.registry import find_chip
+from danlu.comm.connection_check import check_connections, unauthorized_connection_error
+from danlu.comm.launcher_link import LauncherLink
+from danlu.comm.mesh import ParallelMesh, build_mesh
+from danlu.comm.peak_flops import PeakCacheKey, measure_peak
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
+from danlu.framework.build import build_train_state
+from danlu.framework.checkpoint_manager import CheckpointManager
+from danlu.framework.event_writer import EventWriter, RankEvents
+from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.model_size import model_size_and_flops
+from danlu.framework.nonfinite_guard import stop_on_signal
 from danlu.framework.precision import DTYPES
-from danlu.framework.state import TrainState
-from danlu.framework.supply import Supply
-from danlu.framework.weigh import weigh
+from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
+from danlu.framework.train_data import TrainData
 from danlu.framework.weights import load_weights
 from danlu.spec import (
     Cluster,
-    Ended,
+    EndEvent,
     Event,
-    Recipe,
-    Resumed,
+    ResumeEvent,
     RunFolder,
-    Started,
-    Warned,
+    StartEvent,
+    WarningEvent,
     load_cluster,
     load_plan,
     load_recipe,
 )
 from danlu.spec.event import PeakSource
-from danlu.spec.recipe import Checkpoint, has_experts
-from danlu.storage.checkpoint.checkpoints import Checkpoints, near_folder, open_checkpoints
-from danlu.storage.checkpoint.home import home_of
-from danlu.storage.checkpoint.saver import Policy
-from danlu.storage.order import Ints
-from danlu.storage.training_data import TrainingData
+from danlu.spec.recipe import has_experts
+from danlu.storage import run_lock
+from danlu.storage.access import set_umask
+from danlu.storage.checkpoint.async_saver import SavePolicy
+from danlu.storage.checkpoint.engine import CheckpointEngine, local_copy_path, open_checkpoint_engine
+from danlu.storage.checkpoint.run_store import run_store_location
+from danlu.storage.data.mixture_dataset import MixtureDataset
+from danlu.storage.data.shuffle import IntArray
+from danlu.torch_compat import PrefixStore, Store
 
-PEAK_SECONDS = 1.0
-"""Time spent on measuring the matrix-multiply peak where no cluster file has it."""
 
+def run_worker(
+    run: RunFolder,
+    rank_info: RankInfo,
+    link: LauncherLink | None = None,
+    *,
+    locked: bool = False,
+    peak_cache: Path | None = None,
+) -> None:
+    """Train the run in `run` as one rank; resumes from its newest checkpoint if there is one.
 
-def run_worker(run: RunFolder, place: Place) -> None:
-    """Train the run in `run` as the rank at `place`; goes on from its newest checkpoint if there is one."""
-    with stop_on_signal() as stop, _alone(run) if place.rank == 0 else nullcontext():
-        recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
-        cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
-        chip = find(cluster.chip.kind if cluster else None)
-        device = chip.runtime.device(place.local_rank)
-        book = meet(place)
-        join(place, _backend(chip, place), book)
+    The FLOP/s that were measured on this machine are kept in `peak_cache`. Whoever launches ranks holds the run's lock
+    before it writes anything; where nobody does (`locked` is false), rank 0 takes it.
+    """
+    link = link or LauncherLink()
+    with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
+        link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
         try:
-            mesh = build_mesh(plan, device, place.rank, cluster, experts=has_experts(recipe.model))
-            _train(run, recipe, mesh, chip, cluster, stop, place, book)
+            with Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache) as session:
+                session.train(stop)
         except Exception as error:
-            # At once: the other ranks fail for want of this one, and whoever looks for the culprit asks who was first.
-            sys.stderr.write(f"{failure_line(place.rank, error)}\n")
+            # At once: the other ranks fail because of this one, and the first to fail is the culprit.
+            unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
+            sys.stderr.write(f"{format_failure(rank_info.rank, unauthorized or error)}\n")
             sys.stderr.flush()
             raise
-        finally:
-            leave()
 
 
-def _checkpoints(run: RunFolder, saves: Checkpoint, mesh: Mesh) -> Checkpoints:
-    where, options = home_of(run, saves)
-    policy = Policy(
-        parity=saves.parity,
-        group=saves.group,
-        retries=saves.retries,
-        bandwidth=1e6 * saves.bandwidth,
-        near=near_folder(saves.near, where) if saves.near else None,
-    )
-    return open_checkpoints(where, saves.keep, mesh.device, mesh.plan.degrees.model_dump(), policy, options)
+def format_failure(rank: int, error: Exception) -> str:
+    """What a rank prints when it fails, in one line with the time; errors of others are given with their type."""
+    words = " ".join(str(error).split())
+    is_ours = type(error).__module__.startswith("danlu.") and words
+    return f"rank {rank} failed at {time.time():.6f}: {words if is_ours else f'{type(error).__name__}: {words}'}"
 
 
-def failure_line(rank: int, error: Exception) -> str:
-    """What a rank says as soon as it fails, with the time."""
-    return f"rank {rank} failed at {time.time():.6f}: {type(error).__name__}: {error}"
+class Session:
+    """One rank of a run in one world: joins it, builds, trains, and leaves; another session may follow in this process.
+
+    with Session(run, rank_info, store, generation=1) as session:
+        session.train(stop)
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        rank_info: RankInfo,
+        store: Store,
+        link: LauncherLink | None = None,
+        *,
+        generation: int = 0,
+        peak_cache: Path | None = None,
+    ) -> None:
+        """Join the world of all ranks that meet at `store`; returns when they are there."""
+        self.run, self.rank_info, self.link = run, rank_info, link or LauncherLink()
+        self.peak_cache = peak_cache
+        self.recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+        set_umask(self.recipe.access)
+        self.cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
+        self.chip = find_chip(self.cluster.chip.kind if self.cluster else None)
+        device = self.chip.runtime.set_device(rank_info.local_rank)
+        backend = _backend(self.chip, rank_info)
+        self.world = World.join(rank_info, backend, store, device, generation=generation)
+        try:
+            self.mesh = build_mesh(plan, self.world, self.cluster, experts=has_experts(self.recipe.model))
+            if rank_info.is_single_host:
+                check_connections()
+        except BaseException:
+            self.world.shutdown()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.world.shutdown()
+
+    def train(self, stop: Callable[[], bool]) -> Literal["finished", "stopped"]:
+        """Build, resume and train until the recipe's steps are done or any rank's `stop` is true."""
+        recipe, mesh, link = self.recipe, self.mesh, self.link
+        link.report_phase("building the model")
+        state, forward_backward = build_train_state(recipe, mesh.plan, mesh)
+        events = RankEvents(mesh.rank)  # they wait for `started`, which has the step that is found here
+        manager = CheckpointManager(self._open_checkpoints(), recipe.checkpoint, mesh.rank, events)
+        link.report_phase("looking for a checkpoint to resume from")
+        if not manager.resume(state) and recipe.weights:
+            load_weights(state.stage_modules, recipe.model, Path(recipe.weights))
+        link.report_phase("checking that a checkpoint can be saved")
+        first_on_host = self.rank_info.local_rank == 0
+        manager.preflight(state, first_on_host=first_on_host, between_failures=_run_mtbf(mesh, self.cluster))
+        if recipe.checkpoint.scrub:
+            manager.checkpoints.start_scrubbing(3600 * recipe.checkpoint.scrub)
+        link.report_phase("opening the data")
+        data = TrainData(self.run, recipe, mesh, state.cursor)
+        link.report_phase("measuring the peak of this machine")
+        started = self._start_event(state.step, data.dataset.baseline_loss)
+        if self.rank_info.is_single_host:
+            check_connections()  # again: connections may have been opened since
+        link.report_phase("first step")
+        with EventWriter(self.run, state.step, link.report_event) if mesh.rank == 0 else nullcontext() as writer:
+            if writer is not None:
+                events.write_to(writer.write)
+                for event in (started, *_add_continuity(events.waiting, self.run, data.dataset)):
+                    writer.write(event)
+            memory_peak = self.chip.runtime.max_memory
+            stages = TrainStages(data, forward_backward, manager, events, stop, memory_peak)
+            run_training_loop(recipe, state, mesh, stages)
+            manager.close()
+            outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
+            events.write(EndEvent(time=time.time(), step=state.step, outcome=outcome))
+        return outcome
+
+    def _open_checkpoints(self) -> CheckpointEngine:
+        config = self.recipe.checkpoint
+        where, options = run_store_location(self.run, config)
+        policy = SavePolicy(
+            parity=config.parity,
+            parity_group_size=config.group,
+            retries=config.retries,
+            bandwidth=1e6 * config.bandwidth,
+            local_copy_folder=local_copy_path(config.near, where) if config.near else None,
+        )
+        degrees = self.mesh.plan.degrees.model_dump()
+        checkpoints = open_checkpoint_engine(where, config.keep, self.world, degrees, policy, options)
+        if config.peers:
+            assert self.world.store is not None
+            store = PrefixStore("checkpoints", self.world.store)
+            checkpoints.enable_peer_replicas(store, self.rank_info.local_rank, self.rank_info.endpoint)
+        return checkpoints
+
+    def _start_event(self, step: int, baseline_loss: float | None) -> StartEvent:
+        recipe, degrees = self.recipe, self.mesh.plan.degrees
+        parameters, flops_per_token = model_size_and_flops(recipe)
+        peak, peak_source, peak_spread = self._peak_flops()
+        return StartEvent(
+            time=time.time(),
+            world=degrees.world,
+            chip=self.chip.name,
+            parameters=parameters,
+            step=step,
+            steps=recipe.steps,
+            tokens_per_step=recipe.batch.tokens,
+            flops_per_token=flops_per_token,
+            peak=peak,
+            peak_source=peak_source,
+            peak_spread=peak_spread,
+            dtype=recipe.precision.compute,
+            host=socket.gethostname(),
+            layout={axis: degree for axis, degree in degrees.model_dump().items() if degree > 1},
+            baseline_loss=baseline_loss,
+        )
+
+    def _peak_flops(self) -> tuple[float, PeakSource, float | None]:
+        """FLOP/s of all ranks that MFU is computed against, where the figure comes from, and its spread."""
+        dtype, cache = self.recipe.precision.compute, self.peak_cache
+        if self.cluster is not None:
+            chip = self.cluster.chip
+            source: PeakSource = "measured by danlu probe" if chip.measured else "data sheet"
+            return chip.peak[dtype] * self.world.size, source, None
+        key = PeakCacheKey(cache, self.chip.name, dtype, self.rank_info.local_rank)
+        found = measure_peak(self.world, DTYPES[dtype], key)
+        return found.best, "measured on this machine" if cache else "measured at start", found.spread
 
 
-def _train(
-    run: RunFolder,
-    recipe: Recipe,
-    mesh: Mesh,
-    chip: Descriptor,
-    cluster: Cluster | None,
-    stop: Callable[[], bool],
-    place: Place,
-    book: Store,
-) -> None:
-    state, forward_backward = build(recipe, mesh.plan, mesh)
-    saves = recipe.checkpoint
-    checkpoints = _checkpoints(run, saves, mesh)
-    if saves.peers:
-        checkpoints.meet_neighbours(PrefixStore("checkpoints", book), place.local_rank, place.store)
-    early: list[Event] = []  # told after `started`, which has the step that is found here
-    keeper = Keeper(checkpoints, recipe.checkpoint, mesh.rank, mesh.plan.degrees.world, early.append)
-    if not keeper.resume(state) and recipe.weights:
-        load_weights(state.parts, recipe.model, Path(recipe.weights))
-    keeper.rehearse(state, first_on_host=place.local_rank == 0, between_failures=_between_failures(mesh, cluster))
-    if saves.scrub:
-        checkpoints.scrub(3600 * saves.scrub)
-    supply = Supply(run, recipe, mesh, state.cursor)
-    peak, source = _peak(recipe, mesh, cluster)
-    size, work = weigh(recipe)
-    started = Started(
-        time=time.time(),
-        world=mesh.plan.degrees.world,
-        chip=chip.name,
-        parameters=size,
-        step=state.step,
-        steps=recipe.steps,
-        tokens_per_step=recipe.batch.tokens,
-        flops_per_token=work,
-        peak=peak,
-        peak_source=source,
-        baseline_loss=supply.data.baseline,
-    )
-    with Journal(run, state.step) if mesh.rank == 0 else nullcontext() as journal:
-        write: Callable[[Event], None] = journal.write if journal else lambda event: None
-        keeper.write = write
-        for event in (started, *(_with_continuity(early, run, supply.data) if journal else ())):
-            write(event)
-        save = partial(_save, keeper, supply, mesh.rank, write)
-        train(
-            recipe, state, forward_backward, supply.feed, mesh, chip.runtime.memory_peak, write, save,
-            lambda: stop() or keeper.hopeless, keeper.settle,
-        )  # fmt: skip
-        keeper.close()
-        outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
-        write(Ended(time=time.time(), step=state.step, outcome=outcome))
-
-
-def _between_failures(mesh: Mesh, cluster: Cluster | None) -> float | None:
+def _run_mtbf(mesh: ParallelMesh, cluster: Cluster | None) -> float | None:
     """Mean seconds between failures of the whole run: it fails as often as any of its nodes."""
     if cluster is None or cluster.failures is None:
         return None
     return cluster.failures.node_mtbf / ceil(mesh.plan.degrees.world / cluster.chips_per_node)
 
 
-def _with_continuity(events: list[Event], run: RunFolder, data: TrainingData) -> list[Event]:
+def _add_continuity(events: list[Event], run: RunFolder, data: MixtureDataset) -> list[Event]:
     """What was found when the run resumed, with what the run's history says of its samples."""
     told: list[Event] = []
     for event in events:
-        if isinstance(event, Resumed):
+        if isinstance(event, ResumeEvent):
             found = _continuity(event, run, data)
             if found is not None:
                 event = event.model_copy(update={"repeated": found.repeated, "skipped": found.skipped})
-                told += _discontinuity(event)
+                told += _continuity_warning(event)
         told.append(event)
     return told
 
 
-def _continuity(event: Resumed, run: RunFolder, data: TrainingData) -> Continuity | None:
+def _continuity(event: ResumeEvent, run: RunFolder, data: MixtureDataset) -> SampleContinuity | None:
     try:
         history = list(run.read_events())
     except ValueError:  # a line that is no event: whoever shows the run names it, and nothing is claimed of samples
         return None
 
-    def which(indices: Ints) -> list[tuple[int, int, int]]:
-        places = data.places(indices)
-        return [(place.source, data.epoch(place.source, place.place), place.number) for place in places]
+    def which(indices: IntArray) -> list[tuple[int, int, int]]:
+        places = data.locate(indices)
+        return [(place.source, data.epoch_of(place.source, place.source_index), place.sample_id) for place in places]
 
-    return continuity(history, event.step, event.samples, data.length, which)
+    return check_sample_continuity(history, event.step, event.samples, data.length, which)
 
 
-def _discontinuity(event: Resumed) -> list[Event]:
+def _continuity_warning(event: ResumeEvent) -> list[Event]:
     if not event.repeated and not event.skipped:
         return []
     message = (
         f"the checkpoint of step {event.step} counts {event.samples} samples, but the steps up to it consumed others: "
         f"{event.repeated} are read again and {event.skipped} never; was the length of a sequence or the batch changed?"
     )
-    return [Warned(time=event.time, rank=0, message=message)]
+    return [WarningEvent(time=event.time, rank=0, message=message)]
 
 
-def _save(
-    keeper: Keeper, supply: Supply, rank: int, write: Callable[[Event], None], state: TrainState, last: bool
-) -> None:
-    """Tell what the data has to say, save when it is time to, and then see what was appended."""
-    for message in supply.warnings():
-        write(Warned(time=time.time(), rank=rank, message=message))
-        if rank:  # rank 0 keeps the journal, the others have their logs
-            sys.stderr.write(f"rank {rank}: {message}\n")
-    if keeper.maybe_save(state, last) and not last:
-        supply.take_up(state.cursor)
-
-
-def _backend(chip: Descriptor, place: Place) -> str:
+def _backend(chip: ChipDescriptor, rank_info: RankInfo) -> str:
     if chip.collectives is not None:
         return chip.collectives.backend
-    if place.world > 1:
-        raise RuntimeError(f"chip {chip.name} must offer collectives for {place.world} ranks, but has none; use 1 rank")
-    return "gloo"  # a run of one never talks to anybody
-
-
-def _peak(recipe: Recipe, mesh: Mesh, cluster: Cluster | None) -> tuple[float, PeakSource]:
-    """FLOP/s of all ranks that MFU is reckoned against, and where the figure comes from."""
-    dtype, world = recipe.precision.compute, mesh.plan.degrees.world
-    if cluster is not None:
-        return cluster.chip.peak[dtype] * world, "measured by danlu probe" if cluster.chip.measured else "data sheet"
-    # All ranks at once, as they will train: on a CPU they share memory, clock and, if they are many, cores.
-    dist.barrier()
-    rate = matmul_peak(mesh.device, DTYPES[dtype], PEAK_SECONDS, pieces=1)
-    peak = torch.tensor(rate, device=mesh.device)
-    dist.all_reduce(peak)
-    return float(peak), "measured at start"
-
-
-@contextmanager
-def _alone(run: RunFolder) -> Iterator[None]:
-    """Hold the run's lock, so that a second start of the same run does not write into the first."""
-    with (run.path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"run {run.path} must not be under way, but is; wait for it, or end it") from None
-        yield
+    if rank_info.world_size > 1:
+        raise RuntimeError(
+            f"chip {chip.name} must offer collectives for {rank_info.world_size} ranks, but has none; use 1 rank"
+        )
+    return "gloo"  # never used by a run of one rank

@@ -44,6 +44,25 @@ _REGISTRY = re.compile(
 )
 
 
+def private_torch(text: str) -> list[Breach]:
+    """What torch keeps private: modules and names with a leading underscore; operators (`torch.ops`) are not."""
+    return [
+        (line, f"{name} belongs in torch_compat.py")
+        for line, name in _torch_names(ast.parse(text))
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    ]
+
+
+def _torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch\.(?!ops\.)[\w.]+", name := ast.unparse(node)):
+            yield node.lineno, name
+
+
 def vendor_words(text: str) -> list[Breach]:
     """String literals that name one vendor's device or library; documentation strings may speak of them."""
     tree = ast.parse(text)

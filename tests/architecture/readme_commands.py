@@ -37,6 +37,23 @@ def blocks(text: str) -> list[Block]:
     ]
 
 
+def told(text: str) -> list[str]:
+    """What the page shows of its commands' output and what is the same on every machine, as patterns.
+
+    All lines of a `console` block that is run; losses to a tenth and how many layouts were searched of the others.
+    """
+    lines = [
+        re.escape(line)
+        for found in _FENCE.finditer(text)
+        if found["language"] == "console" and not found["note"]
+        for line in found["body"].splitlines()
+        if line.strip() and not line.startswith("$ ")
+    ]
+    losses = [rf"loss +{re.escape(loss)}" for loss in re.findall(r"^loss +(\d\.\d)", text, re.MULTILINE)]
+    searched = re.findall(r"the best of [\d,]+ layouts, [\d,]+ priced in full", text)
+    return [*lines, *losses, *map(re.escape, searched)]
+
+
 def pip_targets(command: str) -> list[str]:
     """What a `pip install` line installs; empty when the line is another command."""
     found = _PIP_INSTALL.match(command)

@@ -7,9 +7,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "danlu"
 
 
-def tracked_files() -> list[Path]:
-    """Every file git tracks, relative to the root; one deleted in the working tree is left out."""
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def tracked_files(new: bool = False) -> list[Path]:
+    """Every file git tracks, relative to the root, and `new` ones it does not ignore; deleted ones are left out."""
+    command = ["git", "ls-files", "-z", "--cached", *(["--others", "--exclude-standard"] if new else [])]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [Path(name) for name in listing.split("\0") if name and (ROOT / name).is_file()]
 
 

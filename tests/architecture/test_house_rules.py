@@ -29,11 +29,13 @@ def outside(room: str) -> list[Path]:
 
 
 def tracked_python() -> list[Path]:
-    return [ROOT / path for path in tracked_files() if path.suffix == ".py"]
+    return [ROOT / path for path in tracked_files(new=True) if path.suffix == ".py"]
 
 
 def tracked_text() -> list[Path]:
-    return [ROOT / path for path in tracked_files() if b"\0" not in (ROOT / path).read_bytes()[:8192]]
+    binary = {".pack", ".parity", ".bin", ".crc", ".ends", ".counts"}  # kept checkpoints and token shards
+    paths = [ROOT / path for path in tracked_files(new=True) if Path(path).suffix not in binary]
+    return [path for path in paths if b"\0" not in path.read_bytes()[:8192]]
 
 
 def test_there_is_a_tree_to_check() -> None:
@@ -64,6 +66,30 @@ def test_a_vendor_name_is_caught(text: str) -> None:
 @pytest.mark.parametrize("text", ['"""Drives cuda."""', 'x = 1\n"""Of a cuda chip."""', 'x = "barracuda"', "cuda = 1"])
 def test_prose_may_speak_of_a_vendor(text: str) -> None:
     assert house_rules.vendor_words(text) == []
+
+
+def test_only_torch_compat_uses_what_torch_keeps_private() -> None:
+    files = [path for path in source_files() if path != PACKAGE / "torch_compat.py"]
+    assert breaches(files, house_rules.private_torch) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.distributed.pipelining.stage import _RecvInfo",
+        "import torch._dynamo",
+        "x = torch._foreach_norm(y)",
+        "if torch._C._current_graph_task_id() == -1: pass",
+    ],
+)
+def test_a_private_name_of_torch_is_caught(text: str) -> None:
+    assert house_rules.private_torch(text)
+
+
+@pytest.mark.parametrize("text", ["torch.ops._c10d_functional.all_reduce", "torch.__version__", "self._torch.x"])
+def test_operators_and_our_own_names_are_not_private_torch(text: str) -> None:
+    assert not house_rules.private_torch(text)
 
 
 def test_only_cli_reads_the_environment() -> None:
@@ -147,7 +173,7 @@ def test_a_long_file_is_caught() -> None:
 
 
 def test_every_module_is_named_after_what_it_holds() -> None:
-    files = [path for path in tracked_files() if path.suffix == ".py"]
+    files = [path for path in tracked_files(new=True) if path.suffix == ".py"]
     assert [f"{path}: {what}" for path in files for _, what in house_rules.junk_drawer(path)] == []
 
 

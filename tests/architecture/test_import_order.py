@@ -116,9 +116,9 @@ def test_help_leaves_torch_alone(arguments: list[str]) -> None:
 MAKE_CHECKPOINT = """
 import sys
 import numpy as np
-from danlu.storage.checkpoint.single import tensor_of, write_single
-from danlu.storage.store import open_store
-write_single(open_store(sys.argv[1]), 4, [tensor_of("w", "F32", np.zeros(3, np.float32))], {})
+from danlu.storage.checkpoint.single_writer import source_tensor, write_checkpoint
+from danlu.storage.store.base import open_store
+write_checkpoint(open_store(sys.argv[1]), 4, [source_tensor("w", "F32", np.zeros(3, np.float32))], {})
 sys.exit("torch was imported" if "torch" in sys.modules else 0)
 """
 

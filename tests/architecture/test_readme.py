@@ -1,6 +1,7 @@
 """What the README tells its reader to type works, in a fresh copy of the repository."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import InvalidRequirement, Requirement
-from readme_commands import Block, blocks, pip_targets, script
+from readme_commands import Block, blocks, pip_targets, script, told
 from source_tree import ROOT, tracked_files
 
 LIMIT_SECONDS = 420
@@ -89,6 +90,9 @@ def test_the_readmes_commands_run(fresh_copy: Path) -> None:
     assert "\ndanlu " in text, "the README runs no danlu command"
     status, output = run_script(text, fresh_copy, LIMIT_SECONDS)
     assert status == 0, f"ended with {status if status is not None else 'no time left'}:\n{output[-8000:]}"
+    expected = told((ROOT / "README.md").read_text("utf-8"))
+    assert len(expected) >= 3
+    assert [line for line in expected if not re.search(line, output)] == [], "the README shows what no command printed"
 
 
 def test_what_is_not_run_says_why() -> None:
@@ -140,6 +144,11 @@ def test_commands_are_found() -> None:
     assert pip_targets(found[0].commands[0]) == [".[hf]"]
     runnable = script([found[0], found[3]])
     assert "pip install" not in runnable and "somewhere" not in runnable and "cd inside" in runnable
+
+
+def test_outputs_are_found() -> None:
+    found = told(SAMPLE + "\n```text\nloss      2.0670, below\nthe best of 1,234 layouts, 56 priced in full\n```\n")
+    assert found == ["/somewhere", r"loss +2\.0", re.escape("the best of 1,234 layouts, 56 priced in full")]
 
 
 def test_a_failing_command_is_caught(tmp_path: Path) -> None:

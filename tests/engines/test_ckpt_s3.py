@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from danlu.storage.build import build
-from danlu.storage.checkpoint.single import tensor_of, write_single
-from danlu.storage.store import open_store
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.storage.checkpoint.single_writer import source_tensor, write_checkpoint
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import BytesTokenizer
+from danlu.storage.store.base import open_store
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest", "AWS_DEFAULT_REGION": "us-east-1"}
 IDENTITY = (
@@ -79,13 +79,13 @@ def danlu(*arguments: str, group: str = "ckpt", folder: Path | None = None) -> s
 def test_to_a_bucket_and_back(tmp_path: Path, endpoint: str) -> None:
     numbers = np.random.default_rng(0).random((512, 300)).astype(np.float32)
     for step in (4, 8):
-        write_single(open_store(str(tmp_path / "from")), step, [tensor_of("w", "F32", numbers + step)], {})
+        write_checkpoint(open_store(str(tmp_path / "from")), step, [source_tensor("w", "F32", numbers + step)], {})
     settings = ["--s3", f"endpoint={endpoint}"]
-    assert danlu("copy", str(tmp_path / "from"), "s3://demo/kept", *settings).count("every chunk checked") == 2
-    assert "was there already" in danlu("copy", f"{tmp_path / 'from'}@4", "s3://demo/kept", *settings)
-    assert danlu("verify", "s3://demo/kept", "--all", *settings).count(": good: 1 tensors") == 2
+    assert danlu("copy", str(tmp_path / "from"), "s3://demo/kept", *settings).count("every chunk verified") == 2
+    assert "already there" in danlu("copy", f"{tmp_path / 'from'}@4", "s3://demo/kept", *settings)
+    assert danlu("verify", "s3://demo/kept", "--all", *settings).count(": intact: 1 tensors") == 2
     danlu("copy", "s3://demo/kept@8", str(tmp_path / "back"), *settings)
-    assert "1 of 1 shared tensors" in danlu("diff", f"{tmp_path / 'from'}@8", str(tmp_path / "back"), *settings)
+    assert "1 of 1 shared tensors" in danlu("diff", f"{tmp_path / 'from'}@8", str(tmp_path / "back"))
     danlu("rm", "s3://demo/kept@4", "--yes", *settings)
     assert [line.split()[0] for line in danlu("ls", "s3://demo/kept", *settings).splitlines()] == ["step", "8"]
 
@@ -110,7 +110,7 @@ options = {{ endpoint = "{endpoint}" }}
 def test_a_run_whose_checkpoints_are_in_a_bucket(tmp_path: Path, endpoint: str) -> None:
     """It trains, resumes on another layout, and all commands find its checkpoints by the run's name."""
     (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 8)
-    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
+    build_dataset([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
     (tmp_path / "away.toml").write_text(RECIPE.format(steps=5, endpoint=endpoint))
     danlu("train", "away.toml", "--nproc", "2", "--name", "mine", group="", folder=tmp_path)
     assert not (tmp_path / "runs" / "mine" / "checkpoints").exists()
@@ -123,6 +123,6 @@ def test_a_run_whose_checkpoints_are_in_a_bucket(tmp_path: Path, endpoint: str) 
     recipe.write_text(recipe.read_text().replace("steps = 5\n", "steps = 7\n", 1))
     told = danlu("resume", "mine", "--nproc", "1", group="", folder=tmp_path)
     assert "0 repeated, 0 skipped" in told, told
-    assert "good" in danlu("verify", "mine@7", folder=tmp_path)
+    assert "intact" in danlu("verify", "mine@7", folder=tmp_path)
     events = (tmp_path / "runs" / "mine" / "events.jsonl").read_text()
-    assert "mended from parity" in events
+    assert "reconstructed from parity" in events

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import without
 
-from danlu.storage.build import build
-from danlu.storage.tokenizer import open_tokenizer
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import open_tokenizer
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 SETTINGS = ["--shard-tokens", "50000", "--skip-bad"]
@@ -27,7 +26,7 @@ SETTINGS = ["--shard-tokens", "50000", "--skip-bad"]
 @pytest.fixture(scope="module")
 def ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        without("Ray", "ray not installed (pip install 'danlu[data]')")
+        pytest.skip("ray not installed (pip install 'danlu[data]')")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (corpus / "c.txt").write_text("a text of its own " * 50)
     (corpus / "d.jsonl").write_text(lines(9000))
     _tokenizer(root / "tokenizer.json", words)
-    build([str(corpus)], root / "here", open_tokenizer(str(root / "tokenizer.json")), shard_tokens=50000, skip_bad=True)
+    build_dataset(
+        [str(corpus)], root / "here", open_tokenizer(str(root / "tokenizer.json")), shard_tokens=50000, skip_bad=True
+    )
     return root
 
 
@@ -103,11 +104,11 @@ def test_a_build_that_was_killed_goes_on_and_ends_with_the_bytes_of_one_here(roo
     shutil.copytree(out, tmp_path / "other")
     finished = run(root, out)
     assert finished.returncode == 0, finished.stderr
-    assert f"({noted} shards were there from a build that was broken off)" in finished.stdout
-    assert "left out: 3 bad JSON" in finished.stderr
+    assert f"({noted} shards reused from an interrupted build)" in finished.stdout
+    assert "skipped: 3 bad JSON" in finished.stderr
     assert hashes(out) == hashes(root / "here")
     other = open_tokenizer(str(root / "tokenizer.json"))
-    build([str(root / "corpus")], tmp_path / "other", other, shard_tokens=50000, skip_bad=True)
+    build_dataset([str(root / "corpus")], tmp_path / "other", other, shard_tokens=50000, skip_bad=True)
     assert hashes(tmp_path / "other") == hashes(root / "here"), "begun on Ray, ended here"
 
 
@@ -160,4 +161,4 @@ def test_what_is_wrong_is_told_as_here_and_nothing_stays(root: Path, tmp_path: P
     assert told[1].stderr == told[0].stderr and "bad.jsonl:2: line: is not JSON" in told[0].stderr
     assert set(Path("/tmp").glob("danlu-ray-*")) == before
     nowhere = run(root, tmp_path / "none", "--address", "127.0.0.1:1")
-    assert nowhere.returncode == 2 and "127.0.0.1:1" in nowhere.stderr and "cannot be joined" in nowhere.stderr
+    assert nowhere.returncode == 2 and "127.0.0.1:1" in nowhere.stderr and "cannot be reached" in nowhere.stderr

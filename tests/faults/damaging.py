@@ -8,12 +8,12 @@ import numpy as np
 from made_checkpoints import Content, attempt_of, content, into, read_all, same_bits, write_all
 
 from danlu.storage.checkpoint.boxes import Box
-from danlu.storage.checkpoint.commit import folder_of
-from danlu.storage.checkpoint.inventory import verify
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged
-from danlu.storage.checkpoint.reader import Reader, Stored
-from danlu.storage.memory_store import MemoryStore
-from danlu.storage.store import Store
+from danlu.storage.checkpoint.commit import step_folder
+from danlu.storage.checkpoint.inspection import verify
+from danlu.storage.checkpoint.manifest import MANIFEST_FILE, CorruptCheckpointError
+from danlu.storage.checkpoint.reader import CheckpointReader, StoredChunk
+from danlu.storage.store.base import Store
+from danlu.storage.store.memory_store import MemoryStore
 
 STEP, OTHER = 10, 20
 KINDS = (
@@ -50,7 +50,7 @@ class Shelves:
     files: Mapping[str, bytes]
     tensors: Content
     other_attempt: Mapping[str, bytes]
-    chunks: Sequence[Stored]
+    chunks: Sequence[StoredChunk]
 
     @classmethod
     def made(cls, writers: int, parity: int = 0) -> "Shelves":
@@ -61,7 +61,7 @@ class Shelves:
         write_all(store, STEP, attempt_of(1), tensors, writers, parity)
         write_all(store, OTHER, attempt_of(2), content(OTHER, attempt_of(2), **shape), writers, parity)
         write_all(again, STEP, attempt_of(3), content(STEP, attempt_of(3), **shape), writers, parity)
-        return cls(_files(store), tensors, _files(again), Reader(store, STEP).find())
+        return cls(_files(store), tensors, _files(again), CheckpointReader(store, STEP).find_chunks())
 
 
 def damage_many(
@@ -98,7 +98,7 @@ def _loads(store: Store, shelves: Shelves) -> bool:
     """Whether all tensors are read, and are bit for bit what was saved."""
     try:
         return same_bits(read_all(store, STEP)[1], shelves.tensors)
-    except (Damaged, FileNotFoundError):
+    except (CorruptCheckpointError, FileNotFoundError):
         return False
 
 
@@ -108,9 +108,9 @@ def _load_a_part(store: Store, shelves: Shelves, draw: random.Random, told: Dama
     wanted = {name: [_box(array.shape, draw)] for name, array in shelves.tensors.items()}
     found = {name: np.full(array.shape, np.nan, np.float32) for name, array in shelves.tensors.items()}
     try:
-        reader = Reader(store, STEP)
-        reader.fetch(reader.find(wanted), into(found))
-    except (Damaged, FileNotFoundError):
+        reader = CheckpointReader(store, STEP)
+        reader.read_chunks(reader.find_chunks(wanted), into(found))
+    except (CorruptCheckpointError, FileNotFoundError):
         told.layouts_refused += 1
         return
     for name, (box,) in wanted.items():
@@ -134,7 +134,7 @@ def _mended(store: MemoryStore, shelves: Shelves, repair: Repair, told: Damages,
 
 def _change(store: MemoryStore, shelves: Shelves, kind: str, draw: random.Random) -> str:
     """Change one thing in the first checkpoint, and say what."""
-    folder = folder_of(STEP)
+    folder = step_folder(STEP)
     name = draw.choice(store.list(folder))
     if kind in ("chunks swapped", "block zeroed", "byte lost", "byte added") and draw.random() < 0.7:
         name = draw.choice([each for each in store.list(folder) if each.endswith(".pack")])
@@ -156,7 +156,7 @@ def _change(store: MemoryStore, shelves: Shelves, kind: str, draw: random.Random
         case "chunks swapped":
             _swap_chunks(whole, [each for each in shelves.chunks if each.pack == name], draw)
         case "file of another checkpoint":
-            whole = bytearray(store.read(f"{folder_of(OTHER)}/{_like(name, store.list(folder_of(OTHER)))}"))
+            whole = bytearray(store.read(f"{step_folder(OTHER)}/{_like(name, store.list(step_folder(OTHER)))}"))
         case "file of another attempt":
             names = [each.rpartition("/")[2] for each in shelves.other_attempt]
             whole = bytearray(shelves.other_attempt[f"{folder}/{_like(name, names)}"])
@@ -172,7 +172,7 @@ def _change(store: MemoryStore, shelves: Shelves, kind: str, draw: random.Random
     return f"{kind}: {name} at {at}"
 
 
-def _swap_chunks(pack: bytearray, chunks: Sequence[Stored], draw: random.Random) -> None:
+def _swap_chunks(pack: bytearray, chunks: Sequence[StoredChunk], draw: random.Random) -> None:
     if len(chunks) < 2:
         return
     first, second = draw.sample(chunks, 2)
@@ -183,7 +183,7 @@ def _swap_chunks(pack: bytearray, chunks: Sequence[Stored], draw: random.Random)
 
 def _like(name: str, names: Sequence[str]) -> str:
     """The file that plays the same part: the same name but for the attempt."""
-    return next(each for each in names if each[8:] == name[8:] or each == name == MANIFEST)
+    return next(each for each in names if each[8:] == name[8:] or each == name == MANIFEST_FILE)
 
 
 def _box(shape: tuple[int, ...], draw: random.Random) -> Box:

@@ -32,7 +32,7 @@ def main(work: Path, engine: str, inputs: int, seed: int, *corpus: str) -> None:
     if engine == "atheris":
         import atheris
 
-        with atheris.instrument_imports(include=["danlu.storage.checkpoint", "danlu.storage.store_path"]):
+        with atheris.instrument_imports(include=["danlu.storage.checkpoint", "danlu.storage.store.safe_path"]):
             import fuzzing
     else:
         import fuzzing

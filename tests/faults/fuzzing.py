@@ -20,16 +20,16 @@ from typing import Any
 
 from made_checkpoints import attempt_of, content, write_all
 
-from danlu.storage.calls import Calls
-from danlu.storage.checkpoint.commit import folder_of
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged
-from danlu.storage.checkpoint.reader import Reader, only_hash
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.local_store import LocalStore
-from danlu.storage.memory_store import MemoryStore
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.commit import step_folder
+from danlu.storage.checkpoint.manifest import MANIFEST_FILE, CorruptCheckpointError
+from danlu.storage.checkpoint.reader import CheckpointReader, hash_only
+from danlu.storage.store.local_store import LocalStore
+from danlu.storage.store.memory_store import MemoryStore
+from danlu.storage.store.syscalls import Syscalls
 
 STEP = 10
-FOLDER = folder_of(STEP)
+FOLDER = step_folder(STEP)
 LONGEST = 2.0
 """Seconds of processor time one input may take; about a thousand times the usual."""
 ODD: tuple[Any, ...] = (
@@ -47,7 +47,7 @@ class Outside(AssertionError):  # noqa: N818 - it is where a path led
     """A path was opened that is not in the store's folder."""
 
 
-class Fenced(Calls):
+class Fenced(Syscalls):
     """A folder in memory for a real `LocalStore`; refuses any path outside it, and remembers that it was asked."""
 
     def __init__(self, folder: str) -> None:
@@ -102,7 +102,7 @@ class Fuzzed:
     slowest: float = 0.0
     outside: int = 0
     other: dict[str, str] = field(default_factory=dict)
-    """Errors that are not `Damaged`, by kind, each with the input that showed it first."""
+    """Errors that are not `CorruptCheckpointError`, by kind, each with the input that showed it first."""
 
 
 def valid(writers: int) -> dict[str, bytes]:
@@ -113,14 +113,14 @@ def valid(writers: int) -> dict[str, bytes]:
 
 
 def read_back(store: LocalStore | MemoryStore) -> bool:
-    """What every reader does, to the end; whether it was accepted. Raises what is not `Damaged`."""
-    listed = Shelf(store, 2).steps()
+    """What every reader does, to the end; whether it was accepted. Raises what is not `CorruptCheckpointError`."""
+    listed = CheckpointDir(store, 2).resumable_steps()
     try:
-        reader = Reader(store, STEP)
-        reader.fetch(reader.find(), only_hash)
+        reader = CheckpointReader(store, STEP)
+        reader.read_chunks(reader.find_chunks(), hash_only)
         whole = {name: tensor.shape for name, tensor in reader.manifest.tensors.items()}
-        reader.find({name: [((0,) * len(shape), (1,) * len(shape))] for name, shape in whole.items()})
-    except (Damaged, FileNotFoundError):
+        reader.find_chunks({name: [((0,) * len(shape), (1,) * len(shape))] for name, shape in whole.items()})
+    except (CorruptCheckpointError, FileNotFoundError):
         return False
     return listed == [STEP] or not reader.manifest.finite
 
@@ -175,7 +175,7 @@ def memory_limit(more: int) -> None:
 def mutated(files: Mapping[str, bytes], draw: random.Random) -> dict[str, bytes]:
     """One to three changes to one text; hashes above it made right again, mostly."""
     texts = [name for name in files if name.endswith(".json")]
-    name = draw.choice([*texts, MANIFEST])
+    name = draw.choice([*texts, MANIFEST_FILE])
     text = files[name]
     if draw.random() < 0.25:
         text = raw_change(text, draw)
@@ -244,7 +244,7 @@ def resealed(files: Mapping[str, bytes], changed: Mapping[str, bytes]) -> dict[s
     """The changed files, and those above them with lengths and hashes as if nothing had been changed."""
     result = dict(changed)
     nodes = sorted(name for name in files if "-n" in name)  # level 1 before level 2
-    for name in [*nodes, MANIFEST]:
+    for name in [*nodes, MANIFEST_FILE]:
         try:
             node = json.loads(result.get(name, files[name]))
             for child in node["children"]:
@@ -252,7 +252,7 @@ def resealed(files: Mapping[str, bytes], changed: Mapping[str, bytes]) -> dict[s
                 if text is not None:
                     child["bytes"], child["sha256"] = len(text), hashlib.sha256(text).hexdigest()
             text = _dumped(node)
-            if name == MANIFEST:
+            if name == MANIFEST_FILE:
                 node["root"] = "0" * 64
                 blank = _dumped(node)
                 text = blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1)

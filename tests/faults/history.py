@@ -1,5 +1,6 @@
 """What a store does to a disk, written down call by call: names it gives, bytes it writes, what it waits for."""
 
+import json
 import os
 import random
 import threading
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.storage.calls import Calls
+from danlu.storage.store.syscalls import Syscalls
 
 TOP = 0
 """The folder that is there, and on the disk, before anything begins."""
@@ -122,11 +123,36 @@ class History:
         self.ops.append(Unname(self._nodes[above], name))
 
 
+def log_line(op: Op, history: History) -> str:
+    """A call in a line of text; a name says whether it is a folder's."""
+    fields: dict[str, object] = {"op": type(op).__name__}
+    for key, value in vars(op).items():
+        fields[key] = value.hex() if isinstance(value, bytes) else value
+    if isinstance(op, Name):
+        fields["is_folder"] = op.node in history.folders
+    return json.dumps(fields)
+
+
+def read_log(log: Path, top: Path) -> History:
+    """The history that lines of `log_line` tell."""
+    history = History(top)
+    kinds = {kind.__name__: kind for kind in (Write, Resize, Name, Move, Unname, Sync, Mark)}
+    for line in log.read_text("utf-8").splitlines():
+        fields = json.loads(line)
+        kind = kinds[fields.pop("op")]
+        if fields.pop("is_folder", False):
+            history.folders.add(fields["node"])
+        if kind is Write:
+            fields["data"] = bytes.fromhex(fields["data"])
+        history.ops.append(kind(**fields))
+    return history
+
+
 class Killed(BaseException):
     """The process ended here; nothing it would still do happens."""
 
 
-class Recorder(Calls):
+class Recorder(Syscalls):
     """Makes the calls and writes them down; after `left` calls that change something the process is dead."""
 
     def __init__(self, history: History, left: int | None = None, turn: Callable[[], None] = lambda: None) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from made_checkpoints import Content, Wrong, check
 
-from danlu.storage.checkpoint.checkpoints import Checkpoints
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.local_store import LocalStore
+from danlu.comm.world import World
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.engine import CheckpointEngine
+from danlu.storage.store.local_store import LocalStore
 
 KEEP = 2
 _WORD = struct.Struct("<q")
@@ -69,8 +70,8 @@ def kill_many(folder: Path, staging: Path, kills: int, seed: int, on_kill: Calla
 
 
 def _without_manifest(store: LocalStore) -> list[int]:
-    shelf = Shelf(store, KEEP)
-    return sorted(set(shelf.folders()) - set(shelf.all_steps()))
+    shelf = CheckpointDir(store, KEEP)
+    return sorted(set(shelf.steps_with_folder()) - set(shelf.committed_steps()))
 
 
 def _one_life(folder: Path, staging: Path, seconds: float) -> list[int]:
@@ -99,8 +100,8 @@ def _one_life(folder: Path, staging: Path, seconds: float) -> list[int]:
 def _save_for_ever(folder: Path, staging: Path, pipe: int) -> None:
     """The child: go on from the newest checkpoint, hold it against what it must be, and save without end."""
     try:
-        checkpoints = Checkpoints(LocalStore(folder), KEEP, torch.device("cpu"), staging=staging)
-        step = checkpoints.latest() or 0
+        checkpoints = CheckpointEngine(LocalStore(folder), KEEP, World.adopt(), staging=staging)
+        step = checkpoints.latest_step() or 0
         if step:
             tensors = {name: torch.from_numpy(np.zeros_like(array)) for name, array in expected(step).items()}
             checkpoints.load(step, tensors)
@@ -111,11 +112,11 @@ def _save_for_ever(folder: Path, staging: Path, pipe: int) -> None:
         while True:
             step += 1
             live = {name: torch.from_numpy(np.array(array)) for name, array in expected(step).items()}
-            checkpoints.begin(step, live, {"step": step}, overlap=step % 2 == 0)
-            checkpoints.wait()
-            (outcome,) = checkpoints.outcomes()
-            if outcome.failure:
-                raise Wrong(f"step {step}: {outcome.failure}")
+            checkpoints.async_save(step, live, {"step": step}, overlap=step % 2 == 0)
+            checkpoints.wait_for_saves()
+            (outcome,) = checkpoints.pop_results()
+            if outcome.error:
+                raise Wrong(f"step {step}: {outcome.error}")
             os.write(pipe, _WORD.pack(step))
     except BaseException:
         traceback.print_exc()

@@ -6,15 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from danlu.storage.checkpoint.boxes import Box, volume
-from danlu.storage.checkpoint.commit import await_leaf, commit, folder_of, pack_name
+from danlu.storage.checkpoint.boxes import Box, numel
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.commit import commit, pack_name, step_folder, wait_for_leaf
 from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
-from danlu.storage.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Leaf, Manifest, open_manifest, twin_of
-from danlu.storage.checkpoint.parity_packs import Member, group_kept_by, write_parity, writers_of
-from danlu.storage.checkpoint.reader import Reader, Stored
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.hashing import crc32c
-from danlu.storage.store import Store
+from danlu.storage.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Chunk,
+    CorruptCheckpointError,
+    Leaf,
+    Manifest,
+    TensorShard,
+    parse_manifest,
+    replica_path,
+)
+from danlu.storage.checkpoint.parity_groups import ParityMember, group_writers, parity_group_of_writer, write_parity
+from danlu.storage.checkpoint.reader import CheckpointReader, StoredChunk
+from danlu.storage.store.base import Store
+from danlu.storage.store.checksum import crc32c
 
 Content = Mapping[str, NDArray[np.float32]]
 KEEP = 2
@@ -60,7 +69,7 @@ def leaf_of(step: int, attempt: str, tensors: Content, writer: int, writers: int
             total += fingerprint(as_bits(memoryview(raw), 4, box[1]), box[0])
             finite = finite and bool(np.isfinite(part).all())
         if chunks:
-            held[name] = Held(dtype="F32", shape=whole.shape, chunks=tuple(chunks), fingerprint=total % 2**64)
+            held[name] = TensorShard(dtype="F32", shape=whole.shape, chunks=tuple(chunks), fingerprint=total % 2**64)
     leaf = Leaf(
         step=step,
         attempt=attempt,
@@ -74,24 +83,24 @@ def leaf_of(step: int, attempt: str, tensors: Content, writer: int, writers: int
 
 
 def write(
-    store: Store, step: int, attempt: str, tensors: Content, writer: int, writers: int, *, twins: bool = False
+    store: Store, step: int, attempt: str, tensors: Content, writer: int, writers: int, *, replicas: bool = False
 ) -> Manifest | None:
     """One writer's part of a save, in the order of the real one; the manifest from the writer that commits."""
     leaf, pack = leaf_of(step, attempt, tensors, writer, writers)
     if pack:
         half = len(pack) // 2
-        store.write(f"{folder_of(step)}/{leaf.pack}", [pack[:half], pack[half:]])
+        store.write(f"{step_folder(step)}/{leaf.pack}", [pack[:half], pack[half:]])
     root = {"scalars": {"step": step}, "layout": {"shard": writers}, "written": 0.0}
-    text = commit(store, leaf, writers, root, patience=60.0, twins=twins)
-    if text is not None and twins:
-        store.write(f"{folder_of(step)}/{twin_of(MANIFEST)}", [text])
-    return None if text is None else open_manifest(text, "made")
+    text = commit(store, leaf, writers, root, timeout=60.0, replicas=replicas)
+    if text is not None and replicas:
+        store.write(f"{step_folder(step)}/{replica_path(MANIFEST_FILE)}", [text])
+    return None if text is None else parse_manifest(text, "made")
 
 
 def write_all(store: Store, step: int, attempt: str, tensors: Content, writers: int, parity: int = 0) -> Manifest:
     """A whole checkpoint, one writer after the other; those who wait for others come last."""
     order = reversed(range(writers))
-    made = [write(store, step, attempt, tensors, each, writers, twins=bool(parity)) for each in order][-1]
+    made = [write(store, step, attempt, tensors, each, writers, replicas=bool(parity)) for each in order][-1]
     assert made is not None
     if parity:
         protect(store, step, attempt, writers, parity)
@@ -100,32 +109,32 @@ def write_all(store: Store, step: int, attempt: str, tensors: Content, writers: 
 
 def protect(store: Store, step: int, attempt: str, writers: int, parity: int) -> None:
     """Parity for all groups of a checkpoint, as its writers would make it."""
-    leaves = [await_leaf(store, step, attempt, writer, 0.0) for writer in range(writers)]
-    kept = {group_kept_by(writer, writers, GROUP) for writer in range(writers)} - {None}
+    leaves = [wait_for_leaf(store, step, attempt, writer, 0.0) for writer in range(writers)]
+    kept = {parity_group_of_writer(writer, writers, GROUP) for writer in range(writers)} - {None}
     for group in sorted(each for each in kept if each is not None):
-        mine = [leaves[writer] for writer in writers_of(group, writers, GROUP)]
-        members = [Member(pack=leaf.pack, bytes=leaf.bytes) for leaf in mine if leaf.bytes]
+        mine = [leaves[writer] for writer in group_writers(group, writers, GROUP)]
+        members = [ParityMember(pack=leaf.pack, bytes=leaf.bytes) for leaf in mine if leaf.bytes]
         write_parity(store, step, attempt, group, members, parity)
 
 
 def read_all(store: Store, step: int) -> tuple[Manifest, dict[str, NDArray[np.float32]]]:
-    """Every tensor of a checkpoint, every chunk checked; `Damaged` if anything is not right."""
-    reader = Reader(store, step)
+    """Every tensor of a checkpoint, every chunk checked; `CorruptCheckpointError` if anything is not right."""
+    reader = CheckpointReader(store, step)
     shapes = {name: tensor.shape for name, tensor in reader.manifest.tensors.items()}
     tensors = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
-    reader.fetch(reader.find(), into(tensors))
+    reader.read_chunks(reader.find_chunks(), into(tensors))
     return reader.manifest, tensors
 
 
-def into(tensors: Mapping[str, NDArray[np.float32]]) -> Callable[[Stored, memoryview], int]:
+def into(tensors: Mapping[str, NDArray[np.float32]]) -> Callable[[StoredChunk, memoryview], int]:
     """Copies chunks to where they belong."""
 
-    def take(stored: Stored, raw: memoryview) -> int:
+    def take(stored: StoredChunk, raw: memoryview) -> int:
         window = tuple(
             slice(start, start + count) for start, count in zip(stored.chunk.offset, stored.chunk.size, strict=True)
         )
         target = tensors[stored.name]
-        if volume(stored.chunk.size) * target.itemsize == len(raw):
+        if numel(stored.chunk.size) * target.itemsize == len(raw):
             target[window] = np.frombuffer(raw, target.dtype).reshape(stored.chunk.size)
         return crc32c(raw)
 
@@ -146,11 +155,11 @@ def check(store: Store, expected: Callable[[int, str], Content], committed: Sequ
     Never a wrong load: every step that is listed can be read whole and is, bit for bit, one attempt's content. Never an
     unloadable run: of the steps whose save had returned, the newest or a later one is listed.
     """
-    listed = Shelf(store, keep).steps()
+    listed = CheckpointDir(store, keep).resumable_steps()
     for step in listed:
         try:
             manifest, tensors = read_all(store, step)
-        except (Damaged, OSError, EOFError) as error:
+        except (CorruptCheckpointError, OSError, EOFError) as error:
             raise Wrong(f"step {step} is listed, but cannot be read: {error}") from error
         if not same_bits(tensors, expected(step, manifest.attempt)):
             raise Wrong(f"step {step} is listed and passes every check, but is not what was saved")

@@ -18,9 +18,10 @@ from torch.distributed import all_reduce, barrier
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from danlu.comm.join import Place, join, leave, meet
-from danlu.storage.checkpoint.checkpoints import Checkpoints
-from danlu.storage.store import open_store
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
+from danlu.storage.checkpoint.engine import CheckpointEngine
+from danlu.storage.store.base import open_store
 
 sys.path.append(str(Path(__file__).parents[1] / "engines"))
 
@@ -41,12 +42,12 @@ def trained(weight: Tensor, step: int) -> float:
 
 def main(rank: int, world: int, port: int, work: Path, endpoint: str) -> None:
     fsspec.config.conf["s3"] = {"key": KEY, "secret": SECRET}
-    place = Place(rank, world, rank, f"127.0.0.1:{port}")
-    join(place, "gloo", meet(place))
+    place = RankInfo(rank, world, rank, f"127.0.0.1:{port}")
+    joined = World.join(place, "gloo", rendezvous(place))
     mesh = init_device_mesh("cpu", (world,))
     options = {"endpoint": endpoint, "connect_timeout": "2", "read_timeout": "4", "part_bytes": str(5 << 20)}
     store = open_store(f"s3://{BUCKET}/run", options)
-    checkpoints = Checkpoints(store, 2, torch.device("cpu"), staging=work / "staging", patience=60.0)
+    checkpoints = CheckpointEngine(store, 2, World.adopt(), staging=work / "staging", timeout=60.0)
     local = torch.zeros(ROWS // world, COLUMNS)
     state = {"weight": DTensor.from_local(local, mesh, [Shard(0)])}
     losses, failures = [], []
@@ -55,27 +56,27 @@ def main(rank: int, world: int, port: int, work: Path, endpoint: str) -> None:
         if step == 4:
             checkpoints.save(step, state, {"step": step})
         if step in (6, 8, 10):
-            checkpoints.begin(step, state, {"step": step})
+            checkpoints.async_save(step, state, {"step": step})
         if step == 6 and rank == 0:
             (work / "begun").touch()
         if step > 6:
             time.sleep(0.3)
-        failures += [(outcome.step, outcome.failure) for outcome in checkpoints.outcomes() if outcome.failure]
-    checkpoints.wait()
-    failures += [(outcome.step, outcome.failure) for outcome in checkpoints.outcomes() if outcome.failure]
+        failures += [(outcome.step, outcome.error) for outcome in checkpoints.pop_results() if outcome.error]
+    checkpoints.wait_for_saves()
+    failures += [(outcome.step, outcome.error) for outcome in checkpoints.pop_results() if outcome.error]
     barrier()
     (work / f"told-{rank}").write_text(json.dumps({"losses": losses, "failures": failures}))
     (work / f"done-{rank}").touch()
     while not (work / "back").exists():
         time.sleep(0.05)
-    assert checkpoints.latest() is not None
+    assert checkpoints.latest_step() is not None
     checkpoints.save(STEPS, state, {"step": STEPS})
     read = {"weight": DTensor.from_local(torch.zeros_like(local), mesh, [Shard(0)])}
     checkpoints.load(STEPS, read)
     assert torch.equal(read["weight"].to_local(), local)
-    (work / f"steps-{rank}").write_text(json.dumps(checkpoints.shelf.steps()))
+    (work / f"steps-{rank}").write_text(json.dumps(checkpoints.checkpoint_dir.resumable_steps()))
     checkpoints.close()
-    leave()
+    joined.shutdown()
 
 
 if __name__ == "__main__":

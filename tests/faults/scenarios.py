@@ -11,11 +11,12 @@ import torch
 from history import History, Killed, Recorder, Turns
 from made_checkpoints import KEEP, Content, attempt_of, content, write
 
+from danlu.comm.world import World
 from danlu.storage.checkpoint import commit
-from danlu.storage.checkpoint.checkpoints import Checkpoints
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.engine import CheckpointEngine
 from danlu.storage.checkpoint.manifest import Manifest
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.local_store import LocalStore
+from danlu.storage.store.local_store import LocalStore
 
 
 @dataclass
@@ -56,10 +57,10 @@ class Run:
             ready.wait()
             try:
                 store = LocalStore(self.folder / "run", calls)
-                shelf = Shelf(store, self.keep)
+                shelf = CheckpointDir(store, self.keep)
                 if writer == 0:
-                    shelf.make_way(step)
-                    shelf.clear(step, attempt)
+                    shelf.prepare_step(step)
+                    shelf.remove_leftovers(step, attempt)
                 manifest = write(store, step, attempt, tensors, writer, writers)
                 if manifest is not None:
                     history.mark("saved" if finite else "set aside", step)
@@ -81,19 +82,19 @@ class Run:
             if isinstance(error, BaseException) and not isinstance(error, Killed):
                 raise error
 
-    def _retain(self, shelf: Shelf, manifest: Manifest) -> None:
-        listed = [step for step in shelf.steps() if step != manifest.step]
+    def _retain(self, shelf: CheckpointDir, manifest: Manifest) -> None:
+        listed = [step for step in shelf.resumable_steps() if step != manifest.step]
         for old in listed[: max(0, len(listed) + 1 - self.keep)]:
             self.scenario.history.mark("dropping", old)
         if manifest.finite:
-            shelf.retire(manifest.step)
+            shelf.purge_stale(manifest.step)
         else:
-            shelf.set_aside(manifest.step)
+            shelf.quarantine(manifest.step)
 
-    def set_aside(self, step: int) -> None:
+    def quarantine(self, step: int) -> None:
         """A checkpoint turns out not to be good."""
         self.scenario.history.mark("dropping", step)
-        Shelf(LocalStore(self.folder / "run", Recorder(self.scenario.history)), self.keep).set_aside(step)
+        CheckpointDir(LocalStore(self.folder / "run", Recorder(self.scenario.history)), self.keep).quarantine(step)
 
     def calls_of(self, act: Callable[["Run"], None]) -> int:
         """How many calls something makes."""
@@ -114,7 +115,7 @@ def by_hand(folder: Path, seeds: range) -> Iterator[Scenario]:
     run.save(10, 2)
     run.save(20, 2, finite=False)
     run.save(20, 2)
-    run.set_aside(20)
+    run.quarantine(20)
     run.save(20, 1)
     yield run.scenario
 
@@ -130,32 +131,32 @@ def tried_again(folder: Path, every: int, writers: int = 2) -> Iterator[Scenario
         run.save(10, writers)
         run.save(20, writers)
         run.save(30, writers, left=left)
-        if 30 not in Shelf(LocalStore(folder / f"again-{left}" / "run"), KEEP).steps():
+        if 30 not in CheckpointDir(LocalStore(folder / f"again-{left}" / "run"), KEEP).resumable_steps():
             run.save(30, writers)
         run.save(40, writers)
         yield run.scenario
 
 
 def by_class(folder: Path, megabytes: int = 0) -> Scenario:
-    """The real `Checkpoints` of a run of one rank: background saves, retention; packs past the page cache if large."""
+    """The real `CheckpointEngine` of one rank: background saves, retention; large packs bypass the page cache."""
     name = f"Checkpoints, {megabytes} MiB past the page cache" if megabytes else "Checkpoints, one rank"
     folder.mkdir(parents=True)
     scenario = Scenario(name, History(folder), large=bool(megabytes))
     store = LocalStore(folder / "run", Recorder(scenario.history))
-    checkpoints = Checkpoints(store, KEEP, torch.device("cpu"), staging=folder / "staging")
-    plain = Shelf(LocalStore(folder / "run"), KEEP)
+    checkpoints = CheckpointEngine(store, KEEP, World.adopt(), staging=folder / "staging")
+    plain = CheckpointDir(LocalStore(folder / "run"), KEEP)
     try:
         for step in (10, 20, 30, 40):
             tensors = dict(content(step, "00000000", rows=megabytes << 10 or 6, columns=256 if megabytes else 5))
             if step > 20:
                 scenario.history.mark("dropping", step - 20)
             live = {each: torch.from_numpy(np.array(array)) for each, array in tensors.items()}
-            checkpoints.begin(step, live, {"step": step}, overlap=step % 20 == 0)
-            checkpoints.wait()
-            outcome = checkpoints.outcomes()[0]
-            assert not outcome.failure, outcome.failure
+            checkpoints.async_save(step, live, {"step": step}, overlap=step % 20 == 0)
+            checkpoints.wait_for_saves()
+            outcome = checkpoints.pop_results()[0]
+            assert not outcome.error, outcome.error
             scenario.history.mark("saved", step)
-            manifest = plain.manifest(step)
+            manifest = plain.manifest_or_none(step)
             assert manifest is not None
             scenario.saved[step, manifest.attempt] = tensors
     finally:

@@ -3,31 +3,17 @@
 The model is that of `crash_states.py`; `benchmarks/ckpt_crashes.py` looks at many more states.
 """
 
-import shutil
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 from crash_campaign import Tally, explore
 from crash_states import states
 from history import History, Name, Recorder
 from made_checkpoints import attempt_of, content, write_all
 from scenarios import by_class, by_hand, tried_again
 
-from danlu.storage.local_store import LocalStore
-
-
-@pytest.fixture
-def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in memory where there is one: states are made and thrown away by the thousand."""
-    shared = Path("/dev/shm")
-    folder = shared / f"danlu-crash-{tmp_path_factory.getbasetemp().name}" if shared.is_dir() else None
-    made = folder or tmp_path_factory.mktemp("states")
-    made.mkdir(exist_ok=True)
-    yield made
-    shutil.rmtree(made)
+from danlu.storage.store.local_store import LocalStore
 
 
 def test_states_of_saves_by_several_writers(memory: Path) -> None:

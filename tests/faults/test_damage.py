@@ -7,12 +7,13 @@ import torch
 from damaging import OTHER, STEP, Shelves, damage_many, store_of
 from made_checkpoints import attempt_of, content, write_all
 
-from danlu.storage.checkpoint.checkpoints import Checkpoints
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged
-from danlu.storage.checkpoint.mending import mend
-from danlu.storage.checkpoint.reader import Reader, only_hash
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.store import Store
+from danlu.comm.world import World
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.engine import CheckpointEngine
+from danlu.storage.checkpoint.manifest import MANIFEST_FILE, CorruptCheckpointError
+from danlu.storage.checkpoint.reader import CheckpointReader, hash_only
+from danlu.storage.checkpoint.repair import repair
+from danlu.storage.store.base import Store
 
 
 @pytest.mark.parametrize(("writers", "changes"), [(1, 150), (3, 250), (66, 40)])
@@ -25,7 +26,7 @@ def test_changes_drawn_by_lot(writers: int, changes: int) -> None:
 
 @pytest.mark.parametrize(("writers", "changes"), [(1, 100), (3, 200), (66, 30)])
 def test_all_that_parity_reaches_is_mended(writers: int, changes: int) -> None:
-    told = damage_many(Shelves.made(writers, parity=2), changes, seed=writers, repair=mend)
+    told = damage_many(Shelves.made(writers, parity=2), changes, seed=writers, repair=repair)
     assert not told.silent, told.silent[:5]
     assert told.found == told.changes == changes
     assert told.repaired + sum(told.beyond.values()) == changes
@@ -43,8 +44,8 @@ def test_every_bit_of_a_chunk_matters(tmp_path: Path) -> None:
         content = bytearray(store.read(path))
         content[chunk.chunk.at + bit // 8] ^= 1 << bit % 8
         store.write(path, [content])
-        checkpoints = Checkpoints(store, 2, torch.device("cpu"), staging=tmp_path)
-        with pytest.raises(Damaged, match="crc32c must be"):
+        checkpoints = CheckpointEngine(store, 2, World.adopt(), staging=tmp_path)
+        with pytest.raises(CorruptCheckpointError, match="crc32c must be"):
             checkpoints.load(STEP, whole)
         checkpoints.close()
 
@@ -54,16 +55,16 @@ def test_a_pack_that_is_longer_than_its_leaf_says_is_refused() -> None:
     store = store_of(shelves.files)
     path = f"step-{STEP:08d}/{attempt_of(1)}-000000.pack"
     store.write(path, [store.read(path), b"more"])
-    reader = Reader(store, STEP)
-    with pytest.raises(Damaged, match="bytes, but has"):
-        reader.fetch(reader.find(), only_hash)
+    reader = CheckpointReader(store, STEP)
+    with pytest.raises(CorruptCheckpointError, match="bytes, but has"):
+        reader.read_chunks(reader.find_chunks(), hash_only)
 
 
 def test_a_manifest_of_another_step_is_not_listed() -> None:
     shelves = Shelves.made(1)
     store = store_of(shelves.files)
-    store.write(f"step-{STEP:08d}/{MANIFEST}", [store.read(f"step-{OTHER:08d}/{MANIFEST}")])
-    assert Shelf(store, 2).steps() == [OTHER]
+    store.write(f"step-{STEP:08d}/{MANIFEST_FILE}", [store.read(f"step-{OTHER:08d}/{MANIFEST_FILE}")])
+    assert CheckpointDir(store, 2).resumable_steps() == [OTHER]
 
 
 def test_a_leaf_that_is_gone_is_damage_and_not_a_missing_file() -> None:
@@ -71,8 +72,8 @@ def test_a_leaf_that_is_gone_is_damage_and_not_a_missing_file() -> None:
     shelves = Shelves.made(2)
     store = store_of(shelves.files)
     store.remove(f"step-{STEP:08d}/{attempt_of(1)}-000001.json")
-    with pytest.raises(Damaged, match="lacks a file that it names"):
-        Reader(store, STEP).find()
+    with pytest.raises(CorruptCheckpointError, match="lacks a file that it names"):
+        CheckpointReader(store, STEP).find_chunks()
 
 
 def test_a_repair_is_held_against_what_was_saved() -> None:

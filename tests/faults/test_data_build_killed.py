@@ -1,4 +1,8 @@
-"""A build that is killed at any write, once or twice, and started again ends with the bytes of one that was not."""
+"""A build that is killed at any write, once or twice, and started again ends with the bytes of one that was not.
+
+A killed process leaves the page cache as it is, so that these say nothing about what is brought to the disk: crashes of
+the machine are in `test_data_crashes.py`.
+"""
 
 import gzip
 import json
@@ -12,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from danlu.spec import SpecError
-from danlu.storage import build as builder
-from danlu.storage.build import build
-from danlu.storage.tokenizer import BytesTokenizer
-from danlu.storage.tokens import TokenShards
+from danlu.storage.data import build as builder
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.token_shards import TokenShards
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 BYTES = BytesTokenizer()
 SHARD_TOKENS = 150
@@ -40,12 +44,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(autouse=True)
-def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed processes leave the page cache as it is: waiting for the disk would only make this slow."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def fresh(texts: Path) -> Make:
     return lambda out: _build(texts, out)
 
@@ -59,7 +57,7 @@ def appended(texts: Path) -> Make:
 
 
 def _build(texts: Path, out: Path, *, force: bool = False, append: bool = False) -> None:
-    build([str(texts)], out, BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True, force=force, append=append)
+    build_dataset([str(texts)], out, BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True, force=force, append=append)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -99,24 +97,26 @@ def _die_at(point: int) -> None:
 
     for name in ("rename", "unlink", "write_bytes", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
-    os.fsync = counted(os.fsync)  # type: ignore[assignment]  # already without effect: see `_no_sync`
+    os.fsync = counted(os.fsync)  # type: ignore[assignment]
 
 
 def prepared(kind: str, texts: Path, out: Path) -> None:
     """What is there before the build: nothing, or a data set of another text."""
     if kind != "fresh":
-        build([str(texts / "c.txt")], out, BYTES, shard_tokens=SHARD_TOKENS)
+        build_dataset([str(texts / "c.txt")], out, BYTES, shard_tokens=SHARD_TOKENS)
 
 
 @pytest.mark.parametrize("kind", ["fresh", "forced", "appended"])
 def test_killed_at_every_touch_of_the_disk(
-    kind: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, texts: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "_NOTE_SHARE", 0)  # a note a shard, so that every state there is can be met
+    monkeypatch.setattr(
+        builder, "_PROGRESS_OVERHEAD_DIVISOR", 0
+    )  # a note a shard, so that every state there is can be met
     make = {"fresh": fresh, "forced": forced, "appended": appended}[kind](texts)
-    before = tmp_path / "before"
+    before = memory / "before"
     prepared(kind, texts, before)
-    whole = tmp_path / "whole"
+    whole = memory / "whole"
     if before.exists():
         shutil.copytree(before, whole)
     make(whole)
@@ -124,7 +124,7 @@ def test_killed_at_every_touch_of_the_disk(
     points = 0
     dice = random.Random(kind)
     while True:
-        out = tmp_path / f"{kind}-{points}"
+        out = memory / f"{kind}-{points}"
         if before.exists():
             shutil.copytree(before, out)
         if not killed_at(points, make, out):
@@ -142,23 +142,23 @@ def test_killed_at_every_touch_of_the_disk(
     assert points > 60
 
 
-def test_what_was_done_is_not_done_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "_NOTE_SHARE", 0)
-    out, notes = tmp_path / "out", list[str]()
+def test_what_was_done_is_not_done_again(texts: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "_PROGRESS_OVERHEAD_DIVISOR", 0)
+    out, notes = memory / "out", list[str]()
     assert killed_at(45, fresh(texts), out)
     done = json.loads((out / "build.journal").read_text())["shards"]
     assert len(done) >= 2
-    built = build([str(texts)], out, BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True, on_note=notes.append)
-    assert built.resumed == len(done) and not notes
-    assert built.left_out["not a text"] == 3, "those before the break are counted too"
+    built = build_dataset([str(texts)], out, BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True, on_note=notes.append)
+    assert built.resumed_shards == len(done) and not notes
+    assert built.skipped["not a text"] == 3, "those before the break are counted too"
 
 
-def test_changed_sources_begin_anew_and_say_so(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "_NOTE_SHARE", 0)
-    own, out, notes = shutil.copytree(texts, tmp_path / "texts"), tmp_path / "out", list[str]()
+def test_changed_sources_begin_anew_and_say_so(texts: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "_PROGRESS_OVERHEAD_DIVISOR", 0)
+    own, out, notes = shutil.copytree(texts, memory / "texts"), memory / "out", list[str]()
     assert killed_at(45, fresh(own), out)
     (own / "a.jsonl").write_text('{"text": "another"}\n')
-    built = build([str(own)], out, BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True, on_note=notes.append)
-    assert built.resumed == 0 and "shards of a build that was broken off are dropped: it had other sources" in notes[0]
-    build([str(own)], tmp_path / "whole", BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True)
-    assert contents(out) == contents(tmp_path / "whole")
+    built = build_dataset([str(own)], out, BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True, on_note=notes.append)
+    assert built.resumed_shards == 0 and "shards of an interrupted build: it had other sources" in notes[0]
+    build_dataset([str(own)], memory / "whole", BYTES, shard_tokens=SHARD_TOKENS, skip_bad=True)
+    assert contents(out) == contents(memory / "whole")

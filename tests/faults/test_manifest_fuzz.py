@@ -13,9 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_checkpoints import attempt_of
 
-from danlu.storage.checkpoint.manifest import MANIFEST, Damaged, Leaf, Manifest, Node, open_manifest, parse
-from danlu.storage.checkpoint.reader import Reader
-from danlu.storage.memory_store import MemoryStore
+from danlu.storage.checkpoint.manifest import (
+    MANIFEST_FILE,
+    CorruptCheckpointError,
+    Leaf,
+    Manifest,
+    TreeNode,
+    parse_manifest,
+    parse_metadata,
+)
+from danlu.storage.checkpoint.reader import CheckpointReader
+from danlu.storage.store.memory_store import MemoryStore
 
 FILES = {2: valid(2), 66: valid(66)}
 
@@ -43,20 +51,20 @@ def test_changes_that_hypothesis_draws(draw: random.Random, writers: int) -> Non
 ).map(lambda value: json.dumps(value).encode()))  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_are_refused(text: bytes) -> None:
-    for kind in (Manifest, Node, Leaf):
-        with pytest.raises(Damaged):
-            parse(kind, text, "somewhere")
-    with pytest.raises(Damaged):
-        open_manifest(text, "somewhere")
+    for kind in (Manifest, TreeNode, Leaf):
+        with pytest.raises(CorruptCheckpointError):
+            parse_metadata(kind, text, "somewhere")
+    with pytest.raises(CorruptCheckpointError):
+        parse_manifest(text, "somewhere")
 
 
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_bytes_of_a_manifest_changed_anywhere_are_refused(draw: random.Random) -> None:
-    changed = raw_change(FILES[2][MANIFEST], draw)
-    if changed != FILES[2][MANIFEST]:
-        with pytest.raises(Damaged):
-            open_manifest(changed, "somewhere")
+    changed = raw_change(FILES[2][MANIFEST_FILE], draw)
+    if changed != FILES[2][MANIFEST_FILE]:
+        with pytest.raises(CorruptCheckpointError):
+            parse_manifest(changed, "somewhere")
 
 
 def test_a_pack_said_to_be_immense_takes_no_memory() -> None:
@@ -68,7 +76,7 @@ def test_a_pack_said_to_be_immense_takes_no_memory() -> None:
     leaf["bytes"] = 4 * huge
     leaf["tensors"] = {"weight": {**leaf["tensors"]["weight"], "shape": [huge], "chunks": [
         {"offset": [0], "size": [huge], "at": 0, "crc32c": 0}]}}  # fmt: skip
-    manifest = json.loads(target.files[MANIFEST])
+    manifest = json.loads(target.files[MANIFEST_FILE])
     manifest["tensors"] = {"weight": {**manifest["tensors"]["weight"], "shape": [huge], "elements": huge}}
     manifest["children"][0]["reach"] = {"weight": {"offset": [0], "size": [huge]}}
     target.try_one(_sealed(manifest, {name: json.dumps(leaf).encode()}), told)
@@ -79,7 +87,7 @@ def test_a_tree_that_names_a_child_again_and_again_ends() -> None:
     """64 times the same child on each of eight levels would be 2.8 × 10^14 of them."""
     store, files = MemoryStore("again"), dict(FILES[2])
     below, text = f"{attempt_of(7)}-000000.json", files[f"{attempt_of(7)}-000000.json"]
-    manifest = json.loads(files[MANIFEST])
+    manifest = json.loads(files[MANIFEST_FILE])
     node = {key: manifest[key] for key in ("attempt", "step", "format", "finite", "packs", "bytes", "tensors")}
     for level in range(1, 8):
         child = {"file": below, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
@@ -91,8 +99,8 @@ def test_a_tree_that_names_a_child_again_and_again_ends() -> None:
     manifest |= {"level": 8, "children": [{**child, "file": below}] * 64}
     for name, content in {**files, **_sealed(manifest, {below: text})}.items():
         store.write(f"{FOLDER}/{name}", [content])
-    with pytest.raises(Damaged, match="must be named once"):
-        Reader(store, STEP).find()
+    with pytest.raises(CorruptCheckpointError, match="must be named once"):
+        CheckpointReader(store, STEP).find_chunks()
 
 
 def test_memory_is_bounded() -> None:
@@ -118,7 +126,7 @@ def _sealed(manifest: dict[str, object], children: dict[str, bytes]) -> dict[str
             text = children[child["file"]]
             child |= {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     blank = json.dumps({**manifest, "root": "0" * 64}).encode()
-    return {**children, MANIFEST: blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1)}
+    return {**children, MANIFEST_FILE: blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1)}
 
 
 def test_the_fence_holds() -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from danlu.spec.recipe import Data, DataSource
-from danlu.storage.build import build
-from danlu.storage.growth import GrowingOrder
-from danlu.storage.mixture import Mixture
-from danlu.storage.taken_up import TakenUpLog
-from danlu.storage.tokenizer import BytesTokenizer
-from danlu.storage.tokens import batch_rows
-from danlu.storage.training_data import TrainingData, keep_promises
+from danlu.spec.recipe import DataConfig, DataSource
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.growing_shuffle import GrowingShuffle
+from danlu.storage.data.mixture_dataset import MixtureDataset, update_version_log
+from danlu.storage.data.mixture_sampler import MixtureSampler
+from danlu.storage.data.token_shards import rank_sample_indices
+from danlu.storage.data.tokenizer import BytesTokenizer
+from danlu.storage.data.version_log import DatasetVersionLog
 
 LENGTH, SEQUENCES, STEPS, SAVE_EVERY, SEED = 8, 12, 60, 4, 11
 APPENDED_AFTER = 22  # steps; the run sees it at its next checkpoint
@@ -45,21 +45,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, count in (("code", 60), ("prose", 90), ("late", 70)):
         texts(made / f"{name}.jsonl", count, count)
     for name in ("code", "prose"):
-        build([str(made / f"{name}.jsonl")], made / name, BytesTokenizer(), shard_tokens=700)
+        build_dataset([str(made / f"{name}.jsonl")], made / name, BytesTokenizer(), shard_tokens=700)
     return made
 
 
-def mixture_of(root: Path) -> TrainingData:
+def mixture_of(root: Path) -> MixtureDataset:
     weights = {"code": 0.3, "prose": 0.7}
     sources = tuple(DataSource(shards=str(root / name), weight=weight) for name, weight in weights.items())
-    return TrainingData.of(Data(sources=sources), LENGTH, SEED)
+    return MixtureDataset.from_recipe(DataConfig(sources=sources), LENGTH, SEED)
 
 
 class Life:
     """A run as its data sees it: one that dies leaves a cursor and a folder."""
 
     def __init__(self, root: Path, run: Path) -> None:
-        self.root, self.log = root, TakenUpLog(run / "data.jsonl")
+        self.root, self.log = root, DatasetVersionLog(run / "data.jsonl")
         self.saved = 0
         self.rows: dict[int, bytes] = {}
         """Hash of the batch of each step, the last time it was taken."""
@@ -68,17 +68,17 @@ class Life:
         """Go on from the newest checkpoint at `world` ranks, and die after step `until`."""
         data = mixture_of(self.root)
         step = self.saved
-        data.take_up(keep_promises(self.log, data, step * SEQUENCES))
+        data.set_version_schedule(update_version_log(self.log, data, step * SEQUENCES))
         while step < until:
             cursor = step * SEQUENCES
-            parts = [data.at(batch_rows(cursor, SEQUENCES, rank, world)) for rank in range(world)]
+            parts = [data.read_samples(rank_sample_indices(cursor, SEQUENCES, rank, world)) for rank in range(world)]
             self.rows[step] = hashlib.sha256(np.concatenate(parts).tobytes()).digest()
             step += 1
             if step == append_after:
-                build([str(self.root / "late.jsonl")], self.root / "code", BytesTokenizer(), append=True)
+                build_dataset([str(self.root / "late.jsonl")], self.root / "code", BytesTokenizer(), append=True)
             if step % SAVE_EVERY == 0:
                 self.saved = step
-                data.take_up(keep_promises(self.log, data, step * SEQUENCES))
+                data.set_version_schedule(update_version_log(self.log, data, step * SEQUENCES))
 
     def stream(self) -> str:
         return hashlib.sha256(b"".join(self.rows[step] for step in range(STEPS))).hexdigest()
@@ -123,7 +123,7 @@ def test_an_append_between_a_kill_and_its_resume_repeats_and_skips_nothing(root:
         for name in ("code", "prose", "late"):
             (own / f"{name}.jsonl").write_bytes((root / f"{name}.jsonl").read_bytes())
         for name in ("code", "prose"):
-            build([str(own / f"{name}.jsonl")], own / name, BytesTokenizer(), shard_tokens=700)
+            build_dataset([str(own / f"{name}.jsonl")], own / name, BytesTokenizer(), shard_tokens=700)
         run = tmp_path / f"run-{number}"
         run.mkdir()
         life = Life(own, run)
@@ -138,13 +138,13 @@ def test_an_append_between_a_kill_and_its_resume_repeats_and_skips_nothing(root:
 
 def _each_sample_once(root: Path, life: Life) -> None:
     data = mixture_of(root)
-    data.take_up([(promise.cursor, promise.editions) for promise in life.log.read()])
-    places = data.places(np.arange(STEPS * SEQUENCES * 6))
+    data.set_version_schedule([(promise.cursor, promise.editions) for promise in life.log.read()])
+    places = data.locate(np.arange(STEPS * SEQUENCES * 6))
     for source in (0, 1):
         epochs: dict[int, list[int]] = {}
         for place in places:
             if place.source == source:
-                epochs.setdefault(data.epoch(source, place.place), []).append(place.number)
+                epochs.setdefault(data.epoch_of(source, place.source_index), []).append(place.sample_id)
         last = max(epochs)
         assert last >= 1
         for epoch, numbers in epochs.items():
@@ -154,14 +154,14 @@ def _each_sample_once(root: Path, life: Life) -> None:
 
 def test_ten_thousand_million_samples_are_in_no_list() -> None:
     """At 10^10 a sample costs what it costs at 10^3, in time and in memory; a mixture with an append in the middle."""
-    mixture = Mixture((7, 2, 1), seed=1)
-    orders = [GrowingOrder([(0, 9 * 10**9), (50, 10**10)], seed) for seed in range(3)]
+    mixture = MixtureSampler((7, 2, 1), seed=1)
+    orders = [GrowingShuffle([(0, 9 * 10**9), (50, 10**10)], seed) for seed in range(3)]
 
     def seconds(cursor: int) -> float:
         began = time.perf_counter()
-        sources, numbers = mixture.places(np.arange(cursor, cursor + 4096))
+        sources, numbers = mixture.locate(np.arange(cursor, cursor + 4096))
         for source, order in enumerate(orders):
-            order.at(numbers[sources == source])
+            order.sample_ids(numbers[sources == source])
         return time.perf_counter() - began
 
     seconds(0)

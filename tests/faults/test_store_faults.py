@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from test_train import danlu, losses, run
 
-from danlu.spec import Ended, RunFolder, Saved, Started, Warned
-from danlu.storage.build import build
-from danlu.storage.checkpoint.reader import Reader, only_hash
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.local_store import LocalStore
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.spec import EndEvent, RunFolder, SaveEvent, StartEvent, WarningEvent
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.reader import CheckpointReader, hash_only
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import BytesTokenizer
+from danlu.storage.store.local_store import LocalStore
 
 STEPS = 40
 EVERY = 4
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps that the others go on from, and where it ends if nothing is wrong."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "text.txt").write_text("".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))))
-    build([str(folder / "text.txt")], folder / "shards", BytesTokenizer())
+    build_dataset([str(folder / "text.txt")], folder / "shards", BytesTokenizer())
     (folder / "first.toml").write_text(RECIPE.format(steps=EVERY))
     run(folder, "train", "first.toml", "--nproc", "2", "--name", "first")
     again(folder, "unfaulted")
@@ -54,24 +54,24 @@ def again(folder: Path, name: str) -> RunFolder:
 
 def warnings(folder: Path, name: str) -> list[str]:
     events = RunFolder(folder / "runs" / name).read_events()
-    return [event.message for event in events if isinstance(event, Warned)]
+    return [event.message for event in events if isinstance(event, WarningEvent)]
 
 
 def saved(folder: Path, name: str) -> list[int]:
     events = RunFolder(folder / "runs" / name).read_events()
-    return [event.step for event in events if isinstance(event, Saved)]
+    return [event.step for event in events if isinstance(event, SaveEvent)]
 
 
 def holds(folder: Path, name: str, checkpoints: Path) -> list[int]:
     """What must be so after every run: it ended well, with the same losses, and all that is listed can be read."""
     events = list(RunFolder(folder / "runs" / name).read_events())
-    assert isinstance(events[-1], Ended) and events[-1].outcome == "finished"
+    assert isinstance(events[-1], EndEvent) and events[-1].outcome == "finished"
     assert losses(folder, name) == losses(folder, "unfaulted"), "to the last bit"
     store = LocalStore(checkpoints)
-    listed = Shelf(store, 2).steps()
+    listed = CheckpointDir(store, 2).resumable_steps()
     for step in listed:
-        reader = Reader(store, step)
-        reader.fetch(reader.find(), only_hash)
+        reader = CheckpointReader(store, step)
+        reader.read_chunks(reader.find_chunks(), hash_only)
     return listed
 
 
@@ -106,7 +106,7 @@ def test_a_full_disk(folder: Path, mounted: Callable[[Path, int], None], eyes: C
 
     def fill_up() -> bool:
         """Once the run has rehearsed a save: before, it would not start."""
-        if sum(isinstance(event, Started) for event in made.read_events()) < 2:
+        if sum(isinstance(event, StartEvent) for event in made.read_events()) < 2:
             return False
         ballast.write_bytes(bytes(int(4.5 * size)))  # half of one more checkpoint fits
         return True
@@ -114,7 +114,7 @@ def test_a_full_disk(folder: Path, mounted: Callable[[Path, int], None], eyes: C
     def make_room() -> bool:
         if not warnings(folder, "full"):
             return False
-        assert Shelf(LocalStore(made.checkpoints), 2).steps() == [EVERY]
+        assert CheckpointDir(LocalStore(made.checkpoints), 2).resumable_steps() == [EVERY]
         ballast.unlink()
         return True
 
@@ -122,8 +122,8 @@ def test_a_full_disk(folder: Path, mounted: Callable[[Path, int], None], eyes: C
     eyes(make_room)
     run(folder, "train", "--resume", "full", "--nproc", "2")
     told = warnings(folder, "full")
-    assert told and "did not come about" in told[0], told
-    assert any("No space left" in line or "bytes free, but" in line or "another rank" in line for line in told), told
+    assert told and "saving the checkpoint of step" in told[0], told
+    assert any("No space left" in line or "B free, but" in line or "another rank" in line for line in told), told
     assert holds(folder, "full", made.checkpoints)[-1] == STEPS
     assert not ballast.exists()
 
@@ -145,7 +145,7 @@ def test_a_disk_that_fails_and_dawdles(folder: Path, failing: Callable[[Path, Pa
     assert process.returncode == 0, output
     told = warnings(folder, "failing")
     for step in (8, 12, 16):
-        assert any(f"checkpoint of step {step} did not come about" in line for line in told), (step, told)
+        assert any(f"saving the checkpoint of step {step} failed" in line for line in told), (step, told)
         assert step not in saved(folder, "failing")
     assert any("Input/output error" in line for line in told), told
     assert any("[Errno 28]" in line for line in told), told

@@ -51,6 +51,47 @@ class PlainModel(nn.Module):
         return self.score(self.norm(x))
 
 
+class InnerDropoutLayer(PlainLayer):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)) * scale
+        return x + self.down(self.dropout(F.gelu(self.up(self.norm2(x)))))
+
+
+class InnerDropout(PlainModel):
+    """Dropout between two matrices, on what ranks of `tp` share."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InnerDropoutLayer(32, 4, dropout) for _ in range(4))
+
+
+POISON = VOCABULARY - 1
+
+
+class Overflowing(PlainModel):
+    """Its scores overflow for every sequence in which token `POISON` occurs."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        poisoned = (tokens == POISON).any(1)[:, None, None]
+        return super().forward(tokens) * torch.where(poisoned, torch.inf, 1.0)
+
+
+class Counting(PlainModel):
+    """Counts in a buffer what its forward has seen."""
+
+    seen: Tensor
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += tokens.numel()
+        return super().forward(tokens)
+
+
 def llama(**changes: Any) -> nn.Module:
     """A Llama exactly as transformers has it."""
     from transformers import LlamaConfig, LlamaForCausalLM

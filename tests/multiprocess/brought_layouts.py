@@ -6,13 +6,13 @@ from typing import Any
 
 from brought import VOCABULARY
 
-from danlu.spec.own_model import OwnModel, TensorStyle
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Optimizer, Recipe, Schedule
+from danlu.spec.custom_model import CustomModel, TPStyleName
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, OptimizerConfig, Recipe
 
 STEPS = 5
 
-MAP: dict[str, TensorStyle] = {
+MAP: dict[str, TPStyleName] = {
     "token": "table",
     "layers.*.[qkv]": "column",
     "layers.*.out": "row",
@@ -29,21 +29,30 @@ class Brought:
     factory: str
     plan: Plan
     arguments: dict[str, Any] = field(default_factory=dict)
-    tensor: dict[str, TensorStyle] = field(default_factory=dict)
+    tensor: dict[str, TPStyleName] = field(default_factory=dict)
+    warns: str = ""
+    """What a rank warns of, because the layout does not train as one process would."""
+
+    @property
+    def pieces(self) -> int:
+        """Into how many microbatches the batch is cut over all ranks: dropout draws for each of them."""
+        return self.plan.degrees.dp * self.plan.microbatches if self.arguments.get("dropout") else 1
 
     @property
     def reference(self) -> str:
-        return "-".join([self.factory, *(f"{key}={value}" for key, value in sorted(self.arguments.items()))])
+        words = [f"{key}={value}" for key, value in sorted(self.arguments.items())]
+        return "-".join([self.factory, *words, *([f"pieces={self.pieces}"] if self.pieces > 1 else [])])
 
 
 def _layout(name: str, factory: str = "PlainModel", microbatches: int = 1, **settings: Any) -> Brought:
-    pipeline = Pipeline(**settings.pop("pipeline", {}))
+    pipeline = PipelineConfig(**settings.pop("pipeline", {}))
     degrees = Degrees(**{axis: settings.pop(axis) for axis in ("pp", "replicate", "shard", "tp") if axis in settings})
-    brought = {key: settings.pop(key) for key in ("arguments", "tensor") if key in settings}
+    brought = {key: settings.pop(key) for key in ("arguments", "tensor", "warns") if key in settings}
     plan = Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
     return Brought(name, factory, plan, **brought)
 
 
+DROPOUT = {"dropout": 0.2}
 ZBV = {"schedule": "zbv", "stages_per_rank": 2}
 INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2}
 LAYOUTS = [
@@ -69,6 +78,30 @@ LAYOUTS = [
     _layout("qwen3 tp 2, its own plan", "qwen3", tp=2),
     _layout("llama tp 2, its own plan, tied", "llama", tp=2, arguments={"tie_word_embeddings": True}),
     _layout("tp 2, tied", tp=2, tensor=MAP, arguments={"tied": True}),
+    # Dropout: each of these cuts the batch into two.
+    _layout("dropout, one rank", microbatches=2, arguments=DROPOUT),
+    _layout("dropout, shard 2", shard=2, arguments=DROPOUT),
+    _layout("dropout, replicate 2, recompute", replicate=2, recompute="full", arguments=DROPOUT),
+    _layout("dropout, tp 2", tp=2, tensor=MAP, microbatches=2, arguments=DROPOUT),
+    _layout(
+        "dropout inside of what tp shares",
+        "InnerDropout",
+        tp=2,
+        tensor=MAP,
+        microbatches=2,
+        arguments=DROPOUT,
+        warns="dropout masks repeat across tp ranks",
+    ),
+    _layout("dropout, pp 2", pp=2, microbatches=2, arguments=DROPOUT),
+    _layout(
+        "dropout, pp 2 interleaved, recompute",
+        pp=2,
+        microbatches=2,
+        pipeline=INTERLEAVED,
+        recompute="full",
+        arguments=DROPOUT,
+    ),
+    _layout("dropout, shard 2, tp 2", shard=2, tp=2, tensor=MAP, arguments=DROPOUT),
     _layout("replicate 2, shard 2", replicate=2, shard=2),
     _layout("shard 2, tp 2", shard=2, tp=2, tensor=MAP),
     _layout("shard 2, tp 2, tied", shard=2, tp=2, tensor=MAP, arguments={"tied": True}),
@@ -79,7 +112,7 @@ LAYOUTS = [
 
 
 def recipe(layout: Brought, shards: str) -> Recipe:
-    model = OwnModel(
+    model = CustomModel(
         factory=f"brought:{layout.factory}",
         path=str(Path(__file__).parent),
         arguments=layout.arguments,
@@ -91,8 +124,8 @@ def recipe(layout: Brought, shards: str) -> Recipe:
         seed=7,
         steps=STEPS,
         model=model,
-        data=Data(shards=shards),
-        batch=Batch(sequences=8, length=32),
-        optimizer=Optimizer(learning_rate=1e-3, epsilon=1e-5),
-        schedule=Schedule(kind="constant"),
+        data=DataConfig(shards=shards),
+        batch=BatchConfig(sequences=8, length=32),
+        optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-5),
+        schedule=LRSchedule(kind="constant"),
     )

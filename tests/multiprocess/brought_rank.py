@@ -1,28 +1,30 @@
-"""One rank of the parity of brought modules: bare PyTorch on one rank first, then every layout of its world size."""
+"""One rank of the parity of brought modules: bare PyTorch on one rank first, then the selected layouts."""
 
 import json
 import sys
 import traceback
+import warnings
+from functools import partial
 from pathlib import Path
 
 import brought
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from brought_layouts import LAYOUTS, Brought, recipe
-from parity_rank import whole_parameters
+from deviations import compare, write_reference
+from plain_loop import seed_layers
 from torch import nn
 from training import train_in_memory
+from worlds import Worlds
 
-from danlu.comm.join import Place, join, leave, meet
-from danlu.storage.tokens import Dataset, TokenShards
+from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 
 def train_bare(layout: Brought, shards: Path) -> tuple[list[float], list[float], nn.Module]:
-    """The undistributed self: the module in a loop of plain PyTorch."""
+    """The undistributed self: the module in a loop of plain PyTorch, the batch in as many pieces as dropout saw."""
     made = recipe(layout, str(shards))
-    data = Dataset(TokenShards.open(shards), made.batch.length, made.seed)
+    data = ShuffledDataset(TokenShards.open(shards), made.batch.length, made.seed)
     torch.manual_seed(made.seed)
     module = getattr(brought, layout.factory)(**layout.arguments).train()
     decayed = [p for p in module.parameters() if p.ndim > 1]
@@ -35,49 +37,53 @@ def train_bare(layout: Brought, shards: Path) -> tuple[list[float], list[float],
         eps=settings.epsilon,
     )
     losses, norms = [], []
+    words = seed_layers(module, module.layers) if isinstance(module, brought.PlainModel) else {}
     for step in range(made.steps):
         first = step * made.batch.sequences
-        rows = torch.from_numpy(data.at(np.arange(first, first + made.batch.sequences)))
-        scores = module(rows[:, :-1])
-        scores = scores if isinstance(scores, torch.Tensor) else scores.logits
-        loss = F.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
+        rows = torch.from_numpy(data.read_samples(np.arange(first, first + made.batch.sequences)))
+        total = 0.0
+        for number, piece in enumerate(rows.chunk(layout.pieces)):
+            words.update(seed=made.seed, step=step, microbatch=number)
+            scores = module(piece[:, :-1])
+            scores = scores if isinstance(scores, torch.Tensor) else scores.logits
+            loss = F.cross_entropy(scores.flatten(0, 1), piece[:, 1:].flatten()) / layout.pieces
+            loss.backward()
+            total += loss.item()
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), settings.clip).item())
-        losses.append(loss.item())
+        losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, module
 
 
-def main() -> None:
-    rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    place = Place(rank=rank, world=world, local_rank=rank, store=f"127.0.0.1:{port}")
-    store = meet(place)
-    if world == 1:
-        for layout in {layout.reference: layout for layout in LAYOUTS}.values():
-            losses, norms, module = train_bare(layout, folder / "shards")
-            (folder / f"bare-{layout.reference}.json").write_text(json.dumps({"loss": losses, "norm": norms}))
-            values = {name: p.detach().numpy() for name, p in module.named_parameters()}
-            np.savez(folder / f"bare-{layout.reference}.npz", **values)
-    for number, layout in enumerate(each for each in LAYOUTS if each.plan.degrees.world == world):
-        join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
+def train_reference(layout: Brought, folder: Path) -> None:
+    losses, norms, module = train_bare(layout, folder / "shards")
+    values = {name: p.detach() for name, p in module.named_parameters()}
+    write_reference(folder, f"bare-{layout.reference}", losses, norms, values)
+
+
+def train_layout(layout: Brought, rank: int, folder: Path) -> None:
+    with warnings.catch_warnings(record=bool(layout.warns)) as caught:
+        if layout.warns:
+            warnings.filterwarnings("always", message=f".*{layout.warns}")
         try:
             reports, state = train_in_memory(recipe(layout, str(folder / "shards")), layout.plan, rank)
         except Exception:
             raise RuntimeError(f"{layout.name}: {traceback.format_exc()}") from None
-        expected = json.loads((folder / f"bare-{layout.reference}.json").read_text())
-        result: dict[str, object] = {"name": layout.name}
-        for key in ("loss", "norm"):
-            seen = [getattr(report, key) for report in reports]
-            result[key] = max(abs(a - b) / abs(b) for a, b in zip(seen, expected[key], strict=True))
-        with np.load(folder / f"bare-{layout.reference}.npz") as bare:
-            parameters = whole_parameters(state)
-            result["parameters"] = max(
-                float(abs(value.numpy() - bare[name]).max()) for name, value in parameters.items()
-            )
-        (folder / f"brought-{world}-{number}-{rank}.json").write_text(json.dumps(result))
-        leave()
+    warned = [str(each.message) for each in caught or ()]
+    result = {"name": layout.name, "warned": warned} | compare(folder, f"bare-{layout.reference}", reports, state)
+    (folder / f"brought-{LAYOUTS.index(layout)}-{rank}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    rank, processes, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    selected = [layout for layout in LAYOUTS if layout.name in json.loads(sys.argv[5])]
+    worlds = Worlds(rank, processes, port)
+    for layout in {layout.reference: layout for layout in selected}.values():
+        worlds.within(1, partial(train_reference, layout, folder))
+    for layout in selected:
+        worlds.within(layout.plan.degrees.world, partial(train_layout, layout, rank, folder))
 
 
 if __name__ == "__main__":

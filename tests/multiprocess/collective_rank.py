@@ -18,9 +18,12 @@ from checkpoint_cases import (
     a_save_that_was_cut_short,
     in_the_background,
     load_on_one_rank,
+    load_on_one_rank_what_differs,
     memory_serves_what_the_disk_lost,
     normal,
+    older_ones_stay_until_all_ranks_have_read_back,
     save_and_load,
+    tensors_that_differ_under_chunks_that_verify,
     the_hosts_own_disk_serves_what_the_store_lost,
     what_is_not_finite_is_set_aside,
 )
@@ -30,14 +33,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import build_mesh
-from danlu.framework.moe import Experts, LocalExchange, Router
-from danlu.framework.transformer import AttentionCore
-from danlu.parallel.context import ExchangedCore
-from danlu.parallel.expert import ExpertExchange
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
+from danlu.framework.moe import Experts, LocalDispatcher, Router
+from danlu.framework.transformer import CoreAttention
+from danlu.parallel.context import UlyssesAttention
+from danlu.parallel.expert import AllToAllDispatcher
+from danlu.parallel.grad_norm import clip_grads_with_norm, local_squared_norm
 from danlu.parallel.loss import cross_entropy_sum
-from danlu.parallel.norm import clip, local_square_sum
 from danlu.spec.model import Moe
 from danlu.spec.plan import Degrees, Plan
 
@@ -84,11 +88,11 @@ def exchanged_core(folder: Path) -> None:
         shapes = ((2, 8, 8, 4), (2, 8, kv_heads, 4), (2, 8, kv_heads, 4))
         whole = [normal(*shape, seed=number).requires_grad_() for number, shape in enumerate(shapes)]
         weight = normal(*shapes[0], seed=9)  # makes every element of the result count differently
-        core = AttentionCore(theta)
+        core = CoreAttention(theta)
         expected = core(*whole)
         (expected * weight).sum().backward()
         parts = [x.detach().chunk(ranks, dim=1)[rank].clone().requires_grad_() for x in whole]
-        found = ExchangedCore(core, world_group())(*parts)
+        found = UlyssesAttention(core, world_group())(*parts)
         (found * weight.chunk(ranks, dim=1)[rank]).sum().backward()
         close(found, expected.chunk(ranks, dim=1)[rank])
         for part, x in zip(parts, whole, strict=True):
@@ -118,13 +122,13 @@ def expert_exchange(folder: Path) -> None:
     ):
         inputs = [normal(sum(row), 6, seed=number + 5).requires_grad_() for number, row in enumerate(counts)]
         everyone = experts(weights)
-        answers = [LocalExchange()(x, torch.tensor(row), everyone) for x, row in zip(inputs, counts, strict=True)]
+        answers = [LocalDispatcher()(x, torch.tensor(row), everyone) for x, row in zip(inputs, counts, strict=True)]
         sum((answer.square().sum() for answer in answers), start=torch.zeros(())).backward()
 
         held = slice(2 * rank, 2 * rank + 2)
         mine = experts({name: weight[held] for name, weight in weights.items()})
         x = inputs[rank].detach().clone().requires_grad_()
-        found = ExpertExchange(world_group())(x, torch.tensor(counts[rank]), mine)
+        found = AllToAllDispatcher(world_group())(x, torch.tensor(counts[rank]), mine)
         found.square().sum().backward()
         close(found, answers[rank])
         close(x.grad, inputs[rank].grad)
@@ -188,10 +192,10 @@ def norm_of_fsdp_over_tp(folder: Path) -> None:
 
 def check_norm_and_clip(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-    square = local_square_sum(parameters, dist.get_world_size(), CPU)
+    square = local_squared_norm(parameters, dist.get_world_size(), CPU)
     dist.all_reduce(square)
     close(square.sqrt(), expected)
-    clip(parameters, float(square.sqrt()), 0.5)
+    clip_grads_with_norm(parameters, float(square.sqrt()), 0.5)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert parameter.grad is not None
         whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -203,12 +207,12 @@ def check_norm_and_clip(parameters: list[nn.Parameter], gradients: list[Tensor])
 
 def groups_of_a_mesh(folder: Path) -> None:
     rank = dist.get_rank()
-    mesh = build_mesh(Plan(degrees=Degrees(cp=2, tp=2)), CPU, rank, None, experts=False)
+    mesh = build_mesh(Plan(degrees=Degrees(cp=2, tp=2)), World.adopt(), None, experts=False)
     tensor, context, everyone = mesh.group("tp"), mesh.group("cp"), mesh.group("cp", "tp")
     assert tensor is not None and context is not None and everyone is dist.group.WORLD
     assert dist.get_process_group_ranks(tensor) == ([0, 1] if rank < 2 else [2, 3])
     assert dist.get_process_group_ranks(context) == [rank % 2, rank % 2 + 2]
-    assert mesh.group("pp") is None and mesh.experts is None
+    assert mesh.group("pp") is None and mesh.ep_mesh is None
     total = torch.tensor(float(rank))
     dist.all_reduce(total, group=context)
     assert total == 2 * (rank % 2) + 2
@@ -232,8 +236,10 @@ CASES: dict[int, tuple[Case, ...]] = {
         what_is_not_finite_is_set_aside,
         a_save_that_fails_on_one_rank_is_given_up_on_all,
         in_the_background,
+        older_ones_stay_until_all_ranks_have_read_back,
+        tensors_that_differ_under_chunks_that_verify,
     ),
-    1: (load_on_one_rank,),
+    1: (load_on_one_rank, load_on_one_rank_what_differs),
 }
 """By world size, in the order they are run: those of checkpoints build on each other."""
 
@@ -241,8 +247,8 @@ CASES: dict[int, tuple[Case, ...]] = {
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = Place(rank=rank, world=world, local_rank=rank, store=f"127.0.0.1:{port}")
-    join(place, "gloo", meet(place), timeout=timedelta(seconds=60))
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    joined = World.join(place, "gloo", rendezvous(place), timeout=timedelta(seconds=60))
     results: dict[str, str] = {}
     for case in CASES[world]:
         try:
@@ -252,7 +258,7 @@ def main() -> None:
             results[case.__name__] = traceback.format_exc()
             break  # the other ranks wait for this one in vain: what follows would say nothing
     (folder / f"{world}-{rank}.json").write_text(json.dumps(results))
-    leave()
+    joined.shutdown()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from danlu.storage.build import build
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -20,4 +20,4 @@ def make_shards(folder: Path) -> None:
     """Token shards of these tests' own source, in `shards`."""
     text = folder / "text.txt"
     text.write_text("".join(source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))))
-    build([str(text)], folder / "shards", BytesTokenizer())
+    build_dataset([str(text)], folder / "shards", BytesTokenizer())

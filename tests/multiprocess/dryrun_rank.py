@@ -1,4 +1,4 @@
-"""One rank of the dry run's truth test: the same step on real ranks, then dry in the same process."""
+"""One rank of the dry run's truth test: the real loop under torch's profiler, then dry in the same process."""
 
 import json
 import sys
@@ -7,31 +7,43 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from layouts import LAYOUTS, Layout, recipe
+from profiled import dry_calls, dry_products, profiled_loop
 
-from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import build_mesh
-from danlu.framework.dryrun import dry_run, real_step
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
+from danlu.dryrun.dry_run import dry_run_rank
+from danlu.framework.batch_loader import BatchLoader
+from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 
 def layouts(world: int) -> list[Layout]:
-    """The layouts of a world; compiled code keeps its collectives to itself."""
+    """The layouts of a world; compiled code is not what a dry run runs."""
     return [layout for layout in LAYOUTS if layout.plan.degrees.world == world and not layout.plan.compile]
 
 
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = Place(rank=rank, world=world, local_rank=rank, store=f"127.0.0.1:{port}")
-    store = meet(place)
-    for number, layout in enumerate(layouts(world)):
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    store = rendezvous(place)
+    chosen = sys.argv[5].split("|") if sys.argv[5] else [layout.name for layout in layouts(world)]
+    for number, layout in enumerate(layout for layout in layouts(world) if layout.name in chosen):
         made = recipe(layout.model, str(folder / "shards"), layout.changes)
-        join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
-        mesh = build_mesh(layout.plan, torch.device("cpu"), rank, layout.cluster, experts=made.model.moe is not None)
-        # A dry run has only a first step, and says that later ones are alike.
-        real = real_step(made, mesh, layout.cluster, warm_up=1)
-        leave()
-        dry = dry_run(made, layout.plan, layout.cluster, rank)
-        result = {"name": layout.name, "real": real.model_dump(mode="json"), "dry": dry.model_dump(mode="json")}
+        joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
+        mesh = build_mesh(layout.plan, World.adopt(), layout.cluster, experts=made.model.moe is not None)
+        samples = ShuffledDataset(TokenShards.open(folder / "shards"), made.batch.length, made.seed)
+        real = profiled_loop(made, mesh, BatchLoader(samples, made.batch, made.model.vocabulary, mesh))
+        joined.shutdown()
+        dry = dry_run_rank(made, layout.plan, layout.cluster, rank)
+        result = {
+            "name": layout.name,
+            "calls": [sorted(calls.items()) for calls in (dry_calls(dry), real.calls)],
+            "products": [sorted(products.items()) for products in (dry_products(dry), real.products)],
+            "dry_peak": dry.peak.total,
+            "peaks": real.peaks,
+            "largest_call": max(call.payload * (call.ranks + 1) for call in dry.collectives),
+        }
         (folder / f"dry-{world}-{number}-{rank}.json").write_text(json.dumps(result))
 
 

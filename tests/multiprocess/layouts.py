@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from danlu.spec.catalogue import catalogue
-from danlu.spec.cluster import Chip, Cluster, Level
+from danlu.spec.catalog import catalog_entries
+from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.model import Model
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Optimizer, Precision, Recipe, Schedule
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, OptimizerConfig, PrecisionConfig, Recipe
 from danlu.spec.toml import read
 
 STEPS = 10
@@ -33,8 +33,8 @@ NETWORK = Cluster(
     name="two by two",
     chip=Chip(name="core", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0}),
     levels=(
-        Level(name="node", fanout=2, bandwidth=1.0, latency=0.0),
-        Level(name="fabric", fanout=2, bandwidth=1.0, latency=0.0),
+        NetworkLevel(name="node", fanout=2, bandwidth=1.0, latency=0.0),
+        NetworkLevel(name="fabric", fanout=2, bandwidth=1.0, latency=0.0),
     ),
 )
 """A network for layouts that choose their place on it; only its shape matters here."""
@@ -46,7 +46,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
     Epsilon is larger than usual: AdamW turns the sign of a gradient that is zero but for rounding
     (the bias of the keys is such a one) into a step of full length, which no two summation orders share.
     """
-    values = read(catalogue("models")[model]).values | {"vocabulary": 264}
+    values = read(catalog_entries("models")[model]).values | {"vocabulary": 264}
     for key, value in (changes or {}).items():
         if key in ("balance", "experts", "score", "shared"):
             values["moe"] = values["moe"] | {key: value}
@@ -57,17 +57,17 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
         seed=7,
         steps=STEPS,
         model=Model.model_validate(values),
-        data=Data(shards=shards),
-        batch=Batch(sequences=16, length=32),
-        optimizer=Optimizer(learning_rate=1e-3, epsilon=1e-6),
-        schedule=Schedule(kind="cosine", warmup=3),
-        precision=Precision(),
+        data=DataConfig(shards=shards),
+        batch=BatchConfig(sequences=16, length=32),
+        optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-6),
+        schedule=LRSchedule(kind="cosine", warmup=3),
+        precision=PrecisionConfig(),
     )
 
 
 def _plan(microbatches: int = 1, schedule: Any = None, per_rank: int = 1, **settings: Any) -> Plan:
     degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
-    pipeline = Pipeline(schedule=schedule or "1f1b", stages_per_rank=per_rank, layers=settings.pop("layers", ()))
+    pipeline = PipelineConfig(schedule=schedule or "1f1b", stages_per_rank=per_rank, layers=settings.pop("layers", ()))
     return Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
 
 
@@ -159,3 +159,10 @@ def _layouts() -> list[Layout]:
 
 
 LAYOUTS = _layouts()
+QUICK = (
+    *("accumulate 4", "moe accumulate 4", "fsdp", "replicas", "tp", "cp", "gpt tied, tp", "moe ep"),
+    *("moe ep, balanced by bias", "gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
+    *("fsdp, recompute selective", "fsdp, compiled", "hsdp, accumulate 2", "fsdp × tp", "tp × 1f1b"),
+    *("moe fsdp × ep", "moe cp × ep", "moe ep over tp", "moe fsdp × ep, fewer experts than ranks"),
+)
+"""Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

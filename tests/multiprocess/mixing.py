@@ -8,24 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from layouts import recipe
 from torch import Tensor
 
-from danlu.comm.mesh import Mesh, build_mesh
-from danlu.framework.build import build
-from danlu.framework.feed import Feed
-from danlu.framework.loop import train
+from danlu.comm.mesh import ParallelMesh, build_mesh
+from danlu.comm.world import World
+from danlu.framework.build import build_train_state
+from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.stages import IgnoreEvents, NoCheckpoints
 from danlu.framework.state import TrainState
-from danlu.framework.supply import Supply
-from danlu.spec.event import StepReport
+from danlu.framework.train_data import TrainData
+from danlu.spec.event import Event, StepEvent
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import Data, Recipe
-from danlu.spec.run import RunFolder
-from danlu.storage.build import build as build_shards
-from danlu.storage.checkpoint.checkpoints import open_checkpoints
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.spec.recipe import DataConfig, Recipe
+from danlu.spec.run_folder import RunFolder
+from danlu.storage.checkpoint.engine import open_checkpoint_engine
+from danlu.storage.data.build import build_dataset as build_shards
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 SAVE_EVERY = 2
 
@@ -44,7 +44,7 @@ def make_source(folder: Path, name: str, characters: int, seed: int) -> None:
     )
 
 
-def mixed(data: Data) -> Recipe:
+def mixed(data: DataConfig) -> Recipe:
     return recipe("tiny-llama", "none").model_copy(update={"data": data})
 
 
@@ -59,14 +59,20 @@ class Told:
     warnings: list[str] = field(default_factory=list)
 
 
-class _Noted(Feed):
-    """A feed that notes what is taken from it."""
+class _Noted:
+    """A data stage that notes what is read from it; warnings are collected after each step."""
 
-    def __init__(self, feed: Feed, told: Told) -> None:
-        self._feed, self._told = feed, told
+    def __init__(self, data: TrainData, told: Told) -> None:
+        self._data, self._told = data, told
+
+    def pop_warnings(self) -> list[str]:
+        return []
+
+    def refresh(self, cursor: int) -> None:
+        self._data.refresh(cursor)
 
     def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = self._feed.at(cursor)
+        tokens, targets = self._data.at(cursor)
         self._told.rows.append([hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in targets])
         return tokens, targets
 
@@ -85,31 +91,38 @@ def live(
     """Train from checkpoint `resume` to the end, or stop (and save) or die (and save nothing) after step `until`."""
     folder = RunFolder(run)
     folder.path.mkdir(parents=True, exist_ok=True)
-    mesh: Mesh = build_mesh(plan, torch.device("cpu"), rank, None, experts=False)
-    state, forward_backward = build(made, plan, mesh)
-    checkpoints = open_checkpoints(run / "checkpoints", 20, torch.device("cpu"))
+    mesh: ParallelMesh = build_mesh(plan, World.adopt(), None, experts=False)
+    state, forward_backward = build_train_state(made, plan, mesh)
+    checkpoints = open_checkpoint_engine(run / "checkpoints", 20, World.adopt())
     if resume:
         scalars, _ = checkpoints.load(resume, state.tensors())
-        state.restore(scalars)
+        state.restore_scalars(scalars)
     told = Told()
-    supply = Supply(folder, made, mesh, state.cursor)
+    data = TrainData(folder, made, mesh, state.cursor)
 
-    def save(state: TrainState, last: bool) -> None:
-        after_step(state.step)
-        told.warnings += supply.warnings()
-        dist.barrier()
-        if state.step % SAVE_EVERY == 0 or (last and not dies):
-            checkpoints.save(state.step, state.tensors(), state.scalars())
-            if not last:
-                supply.take_up(state.cursor)
+    class Saves(NoCheckpoints):
+        def save_if_due(self, state: TrainState, last: bool) -> bool:
+            after_step(state.step)
+            told.warnings += data.pop_warnings()
+            dist.barrier()
+            if state.step % SAVE_EVERY == 0 or (last and not dies):
+                checkpoints.save(state.step, state.tensors(), state.scalars())
+                return True
+            return False
 
-    def report(step: StepReport) -> None:
-        told.losses.append(step.loss.hex())
+    class Losses(IgnoreEvents):
+        def write(self, event: Event) -> None:
+            assert isinstance(event, StepEvent)
+            told.losses.append(event.loss.hex())
 
-    train(
-        made, state, forward_backward, _Noted(supply.feed, told), mesh, lambda: 0, report, save,
-        lambda: until is not None and state.step + 1 >= until,
-    )  # fmt: skip
+    stages = TrainStages(
+        _Noted(data, told),
+        forward_backward,
+        Saves(),
+        Losses(),
+        stop_requested=lambda: until is not None and state.step + 1 >= until,
+    )
+    run_training_loop(made, state, mesh, stages)
     checkpoints.close()
     return told
 

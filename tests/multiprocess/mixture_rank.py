@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from mixing import Told, live, mixed
 
-from danlu.comm.join import Place, join, leave, meet
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
 from danlu.spec.plan import Degrees, Plan
-from danlu.spec.recipe import Data, DataSource
-from danlu.storage.build import build
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.spec.recipe import DataConfig, DataSource
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 APPENDED_AFTER = 5
 STOPS = (3, 6, 9)
@@ -32,7 +33,7 @@ class Case:
             DataSource(shards=str(self.data / "code"), weight=0.3),
             DataSource(shards=str(self.data / "prose"), weight=0.7),
         )
-        self.recipe = mixed(Data(sources=sources))
+        self.recipe = mixed(DataConfig(sources=sources))
 
     def live(self, plan: Plan, *, resume: int = 0, until: int | None = None, dies: bool = False) -> Told:
         return live(
@@ -42,7 +43,7 @@ class Case:
     def _append(self, step: int) -> None:
         """While the other rank trains on; a second time adds nothing."""
         if self.rank == 0 and step == APPENDED_AFTER:
-            build([str(self.data / "late.jsonl")], self.data / "code", BytesTokenizer(), append=True)
+            build_dataset([str(self.data / "late.jsonl")], self.data / "code", BytesTokenizer(), append=True)
 
 
 def joined(before: Told, steps: int, after: Told) -> Told:
@@ -52,8 +53,8 @@ def joined(before: Told, steps: int, after: Told) -> Told:
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = Place(rank=rank, world=world, local_rank=rank, store=f"127.0.0.1:{port}")
-    join(place, "gloo", meet(place))
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    together = World.join(place, "gloo", rendezvous(place))
     plan, other = Plan(degrees=Degrees(shard=2)), Plan(degrees=Degrees(tp=2))
     told = {"whole": Case(folder, "whole", rank).live(plan)}
     for stop in STOPS:
@@ -68,7 +69,7 @@ def main() -> None:
     case.live(plan, until=6)
     told["other layout, after 6"] = case.live(other, resume=6)
     (folder / f"told-{rank}.json").write_text(json.dumps({name: asdict(each) for name, each in told.items()}))
-    leave()
+    together.shutdown()
 
 
 if __name__ == "__main__":

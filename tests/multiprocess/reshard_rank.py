@@ -2,34 +2,33 @@
 
 import json
 import sys
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from layouts import recipe
+from training import KeptSteps
+from worlds import Worlds
 
-from danlu.comm.join import Place, join, leave, meet
 from danlu.comm.mesh import build_mesh
-from danlu.framework.build import build
-from danlu.framework.feed import Feed
-from danlu.framework.loop import train
+from danlu.comm.world import World
+from danlu.framework.batch_loader import BatchLoader
+from danlu.framework.build import build_train_state
+from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
-from danlu.spec.event import StepReport
-from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.event import StepEvent
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.recipe import Recipe, has_experts
-from danlu.storage.checkpoint.checkpoints import open_checkpoints
-from danlu.storage.tokens import Dataset, TokenShards
+from danlu.storage.checkpoint.engine import open_checkpoint_engine
+from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 SAVED = 2
 """Step of the checkpoints; the one after it is compared."""
 
 
 def _plan(**settings: Any) -> Plan:
-    pipeline = Pipeline(schedule=settings.pop("schedule", "1f1b"), stages_per_rank=settings.pop("per_rank", 1))
+    pipeline = PipelineConfig(schedule=settings.pop("schedule", "1f1b"), stages_per_rank=settings.pop("per_rank", 1))
     microbatches = 2 if settings.get("pp", 1) > 1 else 1
     return Plan(degrees=Degrees(**settings), pipeline=pipeline, microbatches=microbatches)
 
@@ -63,34 +62,7 @@ QUICK = {
     "tiny-llama": ("one", "tp 2", "hsdp 2 × 2", "pp 2 × fsdp 2"),
     "tiny-moe": ("one", "ep 2", "fsdp 4 × ep 4", "pp 2 × fsdp 2 × ep 2"),
 }
-"""The sample for every change; all pairs by `--all`."""
-
-
-class Rank:
-    """This process in worlds of several sizes, one after the other."""
-
-    def __init__(self, rank: int, processes: int, port: str, folder: Path) -> None:
-        self.rank = rank
-        self.processes = processes
-        self.folder = folder
-        self.store = meet(Place(rank=rank, world=processes, local_rank=rank, store=f"127.0.0.1:{port}"))
-        self.worlds = 0
-
-    def within(self, world: int, act: Callable[[], None]) -> None:
-        """Do something as one of the first `world` processes; the others wait."""
-        self.worlds += 1
-        if self.rank < world:
-            place = Place(rank=self.rank, world=world, local_rank=self.rank)
-            join(place, "gloo", dist.PrefixStore(f"world{self.worlds}", self.store))
-            act()
-            leave()
-        done, everyone = f"done{self.worlds}", f"everyone{self.worlds}"
-        self.store.add(done, 1)
-        if self.rank == 0:
-            while self.store.add(done, 0) < self.processes:
-                time.sleep(0.02)
-            self.store.set(everyone, b"1")
-        self.store.wait([everyone], timedelta(seconds=600))
+"""The sample for every change."""
 
 
 class Trained:
@@ -98,39 +70,44 @@ class Trained:
 
     def __init__(self, made: Recipe, plan: Plan, rank: int) -> None:
         self.made = made
-        self.mesh = build_mesh(plan, torch.device("cpu"), rank, None, experts=has_experts(made.model))
-        self.state, self.forward_backward = build(made, plan, self.mesh)
+        self.mesh = build_mesh(plan, World.adopt(), None, experts=has_experts(made.model))
+        self.state, self.forward_backward = build_train_state(made, plan, self.mesh)
         shards = TokenShards.open(Path(made.data.shards))
-        data = Dataset(shards, made.batch.length, made.seed)
-        self.feed = Feed(data, made.batch, made.model.vocabulary, self.mesh)
+        data = ShuffledDataset(shards, made.batch.length, made.seed)
+        self.batches = BatchLoader(data, made.batch, made.model.vocabulary, self.mesh)
 
     def until(self, step: int) -> list[float]:
         """Losses of the steps up to this one."""
-        reports: list[StepReport] = []
+        reports: list[StepEvent] = []
         state: TrainState = self.state
-        train(
-            self.made, state, self.forward_backward, self.feed, self.mesh, lambda: 0, reports.append,
-            lambda state, last: None, lambda: state.step + 1 >= step,
-        )  # fmt: skip
+        stages = TrainStages(
+            FixedData(self.batches),
+            self.forward_backward,
+            events=KeptSteps(reports),
+            stop_requested=lambda: state.step + 1 >= step,
+        )
+        run_training_loop(self.made, state, self.mesh, stages)
         return [report.loss for report in reports]
 
 
 def main() -> None:
     rank, processes, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    chosen = {model: QUICK[model] if sys.argv[5] == "quick" else tuple(LAYOUTS[model]) for model in LAYOUTS}
+    pairs = set(json.loads(sys.argv[5]))
     torch.set_num_threads(1)
-    me = Rank(rank, processes, port, folder)
+    me = Worlds(rank, processes, port)
     progress, unresumed = folder / "progress", dict[str, float]()
     resumed: dict[str, float] = {}
-    for model, names in chosen.items():
+    for model, layouts in LAYOUTS.items():
+        sources = [name for name in layouts if any(f"{model}: {name} → {other}" in pairs for other in layouts)]
+        targets = [name for name in layouts if any(f"{model}: {other} → {name}" in pairs for other in layouts)]
         made = recipe(model, str(folder / "shards"), {"balance": "bias"} if model == "tiny-moe" else {})
-        kept = {name: folder / f"saved-{model}" / str(number) for number, name in enumerate(names)}
+        kept = {name: folder / f"saved-{model}" / str(number) for number, name in enumerate(sources)}
 
         def save(name: str, model: str = model, made: Recipe = made, kept: dict[str, Path] = kept) -> None:
             plan = LAYOUTS[model][name]
             trained = Trained(made, plan, rank)
             trained.until(SAVED)
-            checkpoints = open_checkpoints(kept[name], 1, torch.device("cpu"), plan.degrees.model_dump())
+            checkpoints = open_checkpoint_engine(kept[name], 1, World.adopt(), plan.degrees.model_dump())
             checkpoints.save(SAVED, trained.state.tensors(), trained.state.scalars())
             checkpoints.close()
             unresumed[f"{model}: {name}"] = trained.until(SAVED + 1)[-1]
@@ -138,19 +115,21 @@ def main() -> None:
         def load(name: str, model: str = model, made: Recipe = made, kept: dict[str, Path] = kept) -> None:
             trained = Trained(made, LAYOUTS[model][name], rank)
             for other, folder in kept.items():
-                checkpoints = open_checkpoints(folder, 1, torch.device("cpu"))
+                if f"{model}: {other} → {name}" not in pairs:
+                    continue
+                checkpoints = open_checkpoint_engine(folder, 1, World.adopt())
                 held = trained.state.tensors()
                 scalars, proof = checkpoints.load(SAVED, held)
-                assert proof.tensors >= len(held)
-                assert trained.state.optimizer.state, "the optimiser was compared too"
-                trained.state.restore(scalars)
+                assert proof.tensors_verified >= len(held)
+                assert trained.state.optimizer.state, "the optimizer was compared too"
+                trained.state.restore_scalars(scalars)
                 resumed[f"{model}: {other} → {name}"] = trained.until(SAVED + 1)[-1]
                 if rank == 0:
                     progress.write_text(str(len(resumed)))
 
-        for name in names:
+        for name in sources:
             me.within(LAYOUTS[model][name].degrees.world, lambda name=name: save(name))  # type: ignore[misc]
-        for name in names:
+        for name in targets:
             me.within(LAYOUTS[model][name].degrees.world, lambda name=name: load(name))  # type: ignore[misc]
     if rank == 0:
         (folder / "reshard.json").write_text(json.dumps({"unresumed": unresumed, "resumed": resumed}))

@@ -11,10 +11,10 @@ from ranks import run_ranks
 
 from danlu.cli import main
 from danlu.storage.checkpoint.compare import read_bits
-from danlu.storage.checkpoint.reader import Reader
-from danlu.storage.foreign.megatron import open_megatron
-from danlu.storage.foreign.pickled import Refused
-from danlu.storage.store import open_store
+from danlu.storage.checkpoint.foreign.megatron import open_megatron
+from danlu.storage.checkpoint.foreign.safe_pickle import CheckpointImportError
+from danlu.storage.checkpoint.reader import CheckpointReader
+from danlu.storage.store.base import open_store
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def imported(kind: str, folder: Path, output: Path, monkeypatch: pytest.MonkeyPa
 
 
 def assert_equal(output: Path) -> None:
-    reader = Reader(open_store(str(output)), 120)
+    reader = CheckpointReader(open_store(str(output)), 120)
     assert set(reader.manifest.tensors) == set(tensors())
     for name, tensor in tensors().items():
         bits = read_bits(reader, name)
@@ -48,7 +48,7 @@ def test_every_tensor_equals(
     assert imported("dcp", saved, tmp_path / "out", monkeypatch) == 0
     out, err = capsys.readouterr()
     assert f"step 120: {len(tensors())} tensors" in out
-    assert "not carried over: settings.lr: an object of Python" in err
+    assert "not imported: settings.lr: an object of Python" in err
     assert_equal(tmp_path / "out")
     assert imported("dcp", saved, tmp_path / "out", monkeypatch) == 2
     assert "must be new, but exists already" in capsys.readouterr().err
@@ -57,12 +57,12 @@ def test_every_tensor_equals(
 def test_a_folder_of_megatron(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(Refused, match=r"must hold metadata\.json"):
+    with pytest.raises(CheckpointImportError, match=r"must hold metadata\.json"):
         open_megatron(saved)
     (saved / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (saved / "common.pt").write_bytes(b"never opened")
     assert imported("megatron", saved, tmp_path / "out", monkeypatch) == 0
-    assert "not carried over: common.pt" in capsys.readouterr().err
+    assert "not imported: common.pt" in capsys.readouterr().err
     assert_equal(tmp_path / "out")
 
 

@@ -11,9 +11,9 @@ from mixing import make_source, write_texts
 from mixture_rank import APPENDED_AFTER, STOPS
 from ranks import run_ranks
 
-from danlu.spec.recipe import Data, DataSource
-from danlu.storage.taken_up import TakenUpLog
-from danlu.storage.training_data import TrainingData
+from danlu.spec.recipe import DataConfig, DataSource
+from danlu.storage.data.mixture_dataset import MixtureDataset
+from danlu.storage.data.version_log import DatasetVersionLog
 
 BATCH = 16
 TAKEN_UP = 6  # the first checkpoint after the append
@@ -43,17 +43,17 @@ def samples(told: Told, case: str) -> list[list[str]]:
 
 def test_the_append_is_taken_up_at_the_next_checkpoint_and_read(folder: Path, told: Told) -> None:
     assert APPENDED_AFTER < TAKEN_UP
-    promises = TakenUpLog(folder / "run-whole" / "data.jsonl").read()
+    promises = DatasetVersionLog(folder / "run-whole" / "data.jsonl").read()
     assert [(promise.cursor, promise.editions) for promise in promises] == [(0, (0, 0)), (TAKEN_UP * BATCH, (1, 0))]
     sources = tuple(
         DataSource(shards=str(folder / "data-whole" / name), weight=weight)
         for name, weight in (("code", 0.3), ("prose", 0.7))
     )
-    data = TrainingData.of(Data(sources=sources), 32, 7)
-    data.take_up([(promise.cursor, promise.editions) for promise in promises])
-    size = data.sources[0].samples(32, 0)
-    places = data.places(np.arange(STEPS * BATCH))
-    new = [number for number, place in enumerate(places) if place.source == 0 and place.number >= size]
+    data = MixtureDataset.from_recipe(DataConfig(sources=sources), 32, 7)
+    data.set_version_schedule([(promise.cursor, promise.editions) for promise in promises])
+    size = data.sources[0].num_samples(32, 0)
+    places = data.locate(np.arange(STEPS * BATCH))
+    new = [number for number, place in enumerate(places) if place.source == 0 and place.sample_id >= size]
     assert new and min(new) >= TAKEN_UP * BATCH, "nothing that was appended before it is promised, some of it after"
     batches = samples(told, "whole")
     assert len(batches) == STEPS and all(len(batch) == BATCH for batch in batches)
@@ -65,7 +65,7 @@ def test_stopped_or_killed_it_reads_and_computes_what_the_whole_run_did(folder: 
     for rank in range(2):
         assert told[rank][case]["losses"] == told[rank]["whole"]["losses"], "to the last bit"
     whole, other = (
-        TakenUpLog(folder / f"run-{name}" / "data.jsonl").read() for name in ("whole", case.replace(" ", "-"))
+        DatasetVersionLog(folder / f"run-{name}" / "data.jsonl").read() for name in ("whole", case.replace(" ", "-"))
     )
     assert [(each.cursor, each.editions) for each in other] == [(each.cursor, each.editions) for each in whole]
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from danlu.chips import OPERATIONS
-from danlu.chips.cpu import gloo
-from danlu.chips.descriptor import Wire
-from danlu.chips.measure import MeasureError
-from danlu.comm.collective_speed import fit_line, hops, traffic
-from danlu.comm.measure import QUICK, measure_ranks, steps
-from danlu.cost import Layout, Predictor
-from danlu.spec import Cluster, Model, Operation, load_cluster
-from danlu.spec.recipe import Batch
+from danlu.chips.cpu import gloo_support
+from danlu.chips.descriptor import WireDtype
+from danlu.chips.device_benchmark import MeasurementError
+from danlu.comm.collective_benchmark import CollectiveFit, bus_bandwidth_factor, fit_line, ring_steps
+from danlu.comm.rank_benchmark import QUICK, measure_local_ranks, measurement_names
+from danlu.cost import ParallelLayout, Predictor
+from danlu.spec import Cluster, CollectiveOp, Model, load_cluster
+from danlu.spec.recipe import BatchConfig
 
 # --- the arithmetic
 
@@ -48,9 +48,25 @@ def test_neither_latency_nor_slope_falls_below_zero() -> None:
         fit_line([1000], [1.0])
 
 
+def test_a_fit_without_a_slope_still_has_a_bandwidth() -> None:
+    sizes, seconds = (1024, 4096), (3e-6, 2e-6)
+    latency, per_byte = fit_line(sizes, seconds)
+    fit = CollectiveFit(
+        operation="p2p",
+        level="node",
+        ranks=2,
+        latency=latency,
+        per_byte=per_byte,
+        error=0.2,
+        sizes=sizes,
+        seconds=seconds,
+    )
+    assert fit.per_byte == 0 and fit.bus_bandwidth == pytest.approx(4096 / 2e-6)
+
+
 def test_what_a_ring_sends() -> None:
-    assert [traffic(operation, 4) for operation in OPERATIONS] == [1.5, 0.75, 0.75, 0.75, 1.0]
-    assert [hops(operation, 4) for operation in OPERATIONS] == [6, 3, 3, 3, 1]
+    assert [bus_bandwidth_factor(operation, 4) for operation in OPERATIONS] == [1.5, 0.75, 0.75, 0.75, 1.0]
+    assert [ring_steps(operation, 4) for operation in OPERATIONS] == [6, 3, 3, 3, 1]
 
 
 # --- real ranks
@@ -81,14 +97,14 @@ def test_the_probe_writes_a_cluster_that_loads_and_is_plausible(tmp_path: Path) 
 def test_one_rank_has_no_network_and_is_still_measured() -> None:
     begun: list[str] = []
     effort = QUICK.model_copy(update={"peak": 0.1, "memory": 0.05})
-    figures = measure_ranks("cpu", 1, 1, effort, begun.append)
+    figures = measure_local_ranks("cpu", 1, 1, effort, begun.append)
     assert figures.fits == () and figures.peak["fp32"] > 1e9
-    assert tuple(begun) == steps((("node", 1),), effort)
+    assert tuple(begun) == measurement_names((("node", 1),), effort)
 
 
 def test_a_rank_that_fails_is_named_with_its_reason() -> None:
-    with pytest.raises(MeasureError, match=r'rank [01]: ChipError: "nochip" is not a chip'):
-        measure_ranks("nochip", 2, 1, QUICK)
+    with pytest.raises(MeasurementError, match=r'rank [01]: ChipError: "nochip" is not a chip'):
+        measure_local_ranks("nochip", 2, 1, QUICK)
 
 
 @pytest.mark.parametrize("options", [["--disk", "absent"], ["-o", "absent/cluster.toml"], ["--chip", "nochip"]])
@@ -103,8 +119,8 @@ def test_what_the_user_can_mend_ends_without_a_traceback(tmp_path: Path, options
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--rank", "0"], "--rank: needs --ranks"),
-        (["--store", "localhost:1"], "belong to --rank"),
+        (["--rank", "0"], "--rank has no effect without --ranks"),
+        (["--store", "localhost:1"], "--store has no effect without --rank"),
         (["--rank", "2", "--ranks", "2", "--store", "localhost:1", "--levels", "node:2"], "must be below --ranks 2"),
         (["--rank", "0", "--ranks", "2", "--store", "localhost:1", "--levels", "node"], '"node" must be a name'),
         (["--rank", "0", "--ranks", "2", "--store", "localhost:1", "--levels", "node:3"], "must hold all 2 ranks"),
@@ -138,13 +154,15 @@ def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> 
     assert cluster.chip.spread is not None and 0 <= cluster.chip.spread < 1
     assert set(cluster.chip.operators) == {"fp32", "bf16"}
     model = Model(vocabulary=512, layers=2, width=256, heads=4, sequence=256)
-    step = Predictor(model, Batch(sequences=4, length=256), cluster, dtype="fp32").step(Layout(shard=2, reshards=True))
-    assert 1e-3 < step.seconds < 100 and not step.notes
+    step = Predictor(model, BatchConfig(sequences=4, length=256), cluster, dtype="fp32").predict(
+        ParallelLayout(shard=2, reshard_after_forward=True)
+    )
+    assert 1e-3 < step.seconds < 100 and not step.assumptions
 
 
 # --- the operation matrix, held against the library itself
 
-TORCH: dict[Wire, torch.dtype] = {
+TORCH: dict[WireDtype, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -156,7 +174,7 @@ TORCH: dict[Wire, torch.dtype] = {
 }
 
 
-def attempt(operation: Operation, dtype: torch.dtype, average: bool, rank: int) -> bool:
+def attempt(operation: CollectiveOp, dtype: torch.dtype, average: bool, rank: int) -> bool:
     """Run the call on two ranks, and tell whether it works."""
     whole, other, part = (torch.ones(size).to(dtype) for size in (8, 8, 4))
     reduction = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -187,10 +205,10 @@ def try_all(rank: int, folder: str) -> None:
 
 def test_gloo_does_what_its_matrix_says_and_nothing_else(tmp_path: Path) -> None:
     mp.spawn(try_all, (str(tmp_path),), nprocs=2)
-    collectives = gloo()
-    assert set(TORCH) == set(get_args(Wire))
+    collectives = gloo_support()
+    assert set(TORCH) == set(get_args(WireDtype))
     declared = {
-        f"{op} {wire} {average}": collectives.why_not(op, wire, "avg" if average else "sum") == ""
+        f"{op} {wire} {average}": collectives.unsupported_reason(op, wire, "avg" if average else "sum") == ""
         for op, wire, average in product(OPERATIONS, TORCH, (False, True))
     }
     for rank in range(2):

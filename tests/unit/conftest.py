@@ -1,10 +1,12 @@
 """Snapshots: texts that a person has read and found right, held word for word."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "multiprocess"))  # what is compared, and how, is shared with them
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 

@@ -2,25 +2,23 @@
 
 from typing import Any
 
-import torch
-
-from danlu.comm.layout import dense_layout, expert_layout
-from danlu.comm.mesh import Mesh
+from danlu.comm.mesh import ParallelMesh
+from danlu.comm.rank_layout import dense_layout, expert_layout
+from danlu.comm.world import World
 from danlu.spec.plan import Degrees, Plan
 
 
-def place_of(rank: int, **degrees: int) -> Mesh:
+def place_of(rank: int, **degrees: int) -> ParallelMesh:
     """The mesh as this rank sees it; it has places, but no groups."""
     plan = Plan(degrees=Degrees(**degrees))
     no_groups: Any = None
-    return Mesh(
+    return ParallelMesh(
         plan=plan,
-        device=torch.device("cpu"),
-        rank=rank,
-        place=expert_layout(plan).place(rank) | dense_layout(plan).place(rank),
+        world=World(rank, plan.degrees.world),
+        coordinates=expert_layout(plan).coordinates(rank) | dense_layout(plan).coordinates(rank),
         groups={},
-        parameters=no_groups,
-        expert_parameters=None,
-        tensor=None,
-        experts=None,
+        fsdp_mesh=no_groups,
+        expert_fsdp_mesh=None,
+        tp_mesh=None,
+        ep_mesh=None,
     )

@@ -1,10 +1,10 @@
 """Small questions for the planner, whose every layout can be priced."""
 
-from danlu.planner import Question, limits
+from danlu.planner import PlanRequest, parse_constraints
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import load_cluster
 from danlu.spec.model import Model, Moe
-from danlu.spec.recipe import Batch, Data, Precision, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
 
 DENSE = Model(vocabulary=32000, layers=8, width=2048, heads=16, kv_heads=8, mlp_width=8192, sequence=4096)
 EXPERTS = DENSE.model_copy(update={"moe": Moe(experts=8, top_k=2, width=4096), "kv_heads": 4})
@@ -28,9 +28,9 @@ def recipe(model: Model, sequences: int = 16, length: int = 2048) -> Recipe:
         name="small",
         steps=100,
         model=model,
-        data=Data(shards="none"),
-        batch=Batch(sequences=sequences, length=length),
-        precision=Precision(compute="bf16"),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=sequences, length=length),
+        precision=PrecisionConfig(compute="bf16"),
     )
 
 
@@ -41,14 +41,14 @@ def question(
     fix: str = "",
     without: str = "",
     **more: float,
-) -> Question:
+) -> PlanRequest:
     """Ask for the best layout of a small model."""
     place = cluster or machine()
     sequences, length = int(more.pop("sequences", 16)), int(more.pop("length", 2048))
-    return Question(
+    return PlanRequest(
         recipe=recipe(model, sequences, length),
         cluster=place,
         chips=chips or place.chips,
-        limits=limits(fix, without),
+        constraints=parse_constraints(fix, without),
         **more,
     )

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from danlu.spec import Degrees, Event, Model, Moe, Plan, Recipe, RunFolder, Started, StepReport, toml
-from danlu.spec.recipe import Batch, Data
+from danlu.spec import Degrees, Event, Model, Moe, Plan, Recipe, RunFolder, StartEvent, StepEvent, toml
+from danlu.spec.recipe import BatchConfig, DataConfig
 
 
-def started(time: float = 1000.0, step: int = 0, steps: int = 5, **changes: object) -> Started:
+def started(time: float = 1000.0, step: int = 0, steps: int = 5, **changes: object) -> StartEvent:
     values: dict[str, object] = {
         "time": time,
         "world": 8,
@@ -22,10 +22,10 @@ def started(time: float = 1000.0, step: int = 0, steps: int = 5, **changes: obje
         "peak_source": "data sheet",
         "baseline_loss": 4.5,
     }
-    return Started.model_validate(values | changes)
+    return StartEvent.model_validate(values | changes)
 
 
-def step(number: int, *, loss: float | None = None, seconds: float = 0.5, **changes: object) -> StepReport:
+def step(number: int, *, loss: float | None = None, seconds: float = 0.5, **changes: object) -> StepEvent:
     values: dict[str, object] = {
         "time": 1000.0 + number * seconds,
         "step": number,
@@ -34,9 +34,9 @@ def step(number: int, *, loss: float | None = None, seconds: float = 0.5, **chan
         "learning_rate": 3e-4,
         "tokens": 1000,
         "seconds": seconds,
-        "memory": 3 * 1024**3,
+        "memory": 3_000_000_000,
     }
-    return StepReport.model_validate(values | changes)
+    return StepEvent.model_validate(values | changes)
 
 
 def line(event: Event) -> str:
@@ -55,7 +55,9 @@ def make_run(path: Path) -> RunFolder:
     folder.path.mkdir(parents=True)
     moe = Moe(experts=8, top_k=2, width=32)
     model = Model(name="<tiny> & co", vocabulary=256, layers=6, width=64, heads=4, moe=moe)
-    recipe = Recipe(name="first", steps=5, model=model, data=Data(shards="s"), batch=Batch(sequences=10, length=100))
+    recipe = Recipe(
+        name="first", steps=5, model=model, data=DataConfig(shards="s"), batch=BatchConfig(sequences=10, length=100)
+    )
     folder.recipe.write_text(toml.dumps(recipe))
     plan = Plan(degrees=Degrees(pp=2, shard=2, tp=2), microbatches=4)
     folder.plan.write_text(toml.dumps(plan))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from danlu.storage.calls import Calls
-from danlu.storage.store_path import UNFINISHED
+from danlu.storage.store.safe_path import TEMP_MARK
+from danlu.storage.store.syscalls import Syscalls
 
 
-class RefusesDirect(Calls):
+class RefusesDirect(Syscalls):
     """A file system that does not know O_DIRECT: at opening, or only when a block comes."""
 
     def __init__(self, *, at_open: bool) -> None:
@@ -33,7 +33,7 @@ class RefusesDirect(Calls):
         return bool(int(flags, 8) & os.O_DIRECT)
 
 
-class Recorder(Calls):
+class Recorder(Syscalls):
     """Writes down the calls that change the disk, in order."""
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class Recorder(Calls):
     @staticmethod
     def _short(path: str) -> str:
         name = Path(path).name
-        return "new" if UNFINISHED in name else name
+        return "new" if TEMP_MARK in name else name
 
 
-class FailsAt(Calls):
+class FailsAt(Syscalls):
     """Fails at the nth call of one kind."""
 
     def __init__(self, method: str, code: int, nth: int = 1) -> None:

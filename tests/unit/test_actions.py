@@ -4,34 +4,38 @@ from typing import Any
 
 import pytest
 
-from danlu.cost.schedule import actions_of
-from danlu.framework import dryrun
+from danlu.cost.pipeline_schedules import pipeline_actions
+from danlu.dryrun import dry_run
+from danlu.dryrun.module_tracker import ModuleTracker
+from danlu.dryrun.schedule_actions import schedule_actions
 from danlu.framework.build import ForwardBackward
-from danlu.framework.whereabouts import Whereabouts
-from danlu.parallel.actions import schedule_actions
-from danlu.parallel.pipeline import Pipeline as LivePipeline
+from danlu.parallel.pipeline import PipelineRunner as LivePipeline
 from danlu.spec.load import load_model
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Recipe
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, Recipe
 
 
 def stage_calls(plan: Plan, place: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the stages of a rank are asked to do in a dry run, in order."""
     calls: list[str] = []
-    follow = dryrun._follow_passes
+    follow = dry_run._track_passes
 
-    def watched(forward_backward: ForwardBackward, where: Whereabouts) -> None:
+    def watched(forward_backward: ForwardBackward, where: ModuleTracker) -> None:
         assert isinstance(forward_backward, LivePipeline)
         for stage in forward_backward.stages:
             _watch(stage, calls)
         follow(forward_backward, where)
 
-    monkeypatch.setattr(dryrun, "_follow_passes", watched)
-    model = load_model("tiny-llama").model_copy(update={"layers": plan.stages})
+    monkeypatch.setattr(dry_run, "_track_passes", watched)
+    model = load_model("tiny-llama").model_copy(update={"layers": plan.num_stages})
     recipe = Recipe(
-        name="x", steps=1, model=model, data=Data(shards="none"), batch=Batch(sequences=plan.microbatches, length=8)
+        name="x",
+        steps=1,
+        model=model,
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=plan.microbatches, length=8),
     )
-    dryrun.dry_run(recipe, plan, None, place)
+    dry_run.dry_run_rank(recipe, plan, None, place)
     return calls
 
 
@@ -62,7 +66,7 @@ def test_actions_are_those_that_stages_take(schedule: Any, per_rank: int, monkey
     plan = Plan(
         degrees=Degrees(pp=3),
         microbatches=6,
-        pipeline=Pipeline(schedule=schedule, stages_per_rank=per_rank),
+        pipeline=PipelineConfig(schedule=schedule, stages_per_rank=per_rank),
     )
     actions = schedule_actions(plan)
     assert len(actions) == 3
@@ -80,7 +84,7 @@ def test_formulas_give_the_order_of_looped_schedules(schedule: Any) -> None:
     for places in (2, 3, 4, 8):
         for per_rank in (2,) if schedule == "zbv" else (2, 3, 4):
             for microbatches in (1, places, 2 * places, 5 * places):
-                pipeline = Pipeline(schedule=schedule, stages_per_rank=per_rank)
+                pipeline = PipelineConfig(schedule=schedule, stages_per_rank=per_rank)
                 plan = Plan(degrees=Degrees(pp=places), microbatches=microbatches, pipeline=pipeline)
-                found = actions_of(schedule, places=places, microbatches=microbatches, stages_per_place=per_rank)
+                found = pipeline_actions(schedule, pp_ranks=places, microbatches=microbatches, stages_per_rank=per_rank)
                 assert found == schedule_actions(plan), (places, per_rank, microbatches)

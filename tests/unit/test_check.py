@@ -1,4 +1,4 @@
-"""Every mistake is named with its place, the value, what was expected and the nearest that is right."""
+"""Every mistake is named with its location, the value, what was expected and the nearest valid one."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from broken_files import CLUSTER, CONTRADICTIONS, EXPERTS, PLAN, READING, RECIPE
 from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
-from danlu.comm.layout import dense_ranks, expert_ranks
+from danlu.comm.rank_layout import dense_ranks, expert_ranks
 from danlu.spec import Cluster, SpecError, rules
-from danlu.spec.check import check, check_all, in_memory
+from danlu.spec.check import find_problems, load_run_spec, parsed_without_file
 from danlu.spec.load import read_cluster, read_plan, read_recipe
-from danlu.spec.placing import UnplaceableError
 from danlu.spec.plan import Axis, Degrees, Plan
+from danlu.spec.rank_placement import PlacementError
 from danlu.spec.toml import read
 
 NOT_ONE_SETTING = {
@@ -73,7 +73,7 @@ def test_every_rule_has_a_case() -> None:
 def _speaking(files: Files) -> set[str]:
     files.write(Path())
     recipe, cluster = read_recipe(Path("recipe.toml")), read_cluster("cluster.toml") if files.cluster else None
-    plan = read_plan(Path("plan.toml")) if files.plan else in_memory(Plan())
+    plan = read_plan(Path("plan.toml")) if files.plan else parsed_without_file(Plan())
     calls: list[tuple[Any, tuple[Any, ...]]] = [(rule, (recipe,)) for rule in rules.RECIPE_RULES]
     calls += [(rule, (plan,)) for rule in rules.PLAN_RULES]
     calls += [(rule, (recipe, plan)) for rule in rules.LAYOUT_RULES]
@@ -117,9 +117,9 @@ def _set(path: Path, key: list[str], value: object) -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (Files(), "model, 181k parameters, 1 rank"),
-        (Files(EXPERTS), "model, 306k parameters, 158k active, 1 rank"),
-        (Files(RECIPE, PLAN, CLUSTER), "model, 181k parameters, 2 ranks of the 24 chips of small"),
+        (Files(), "model, 181k parameters, bf16, 1 rank"),
+        (Files(EXPERTS), "model, 306k parameters, 158k active, bf16, 1 rank"),
+        (Files(RECIPE, PLAN, CLUSTER), "model, 181k parameters, bf16, 2 ranks of the 24 chips of small"),
         (
             Files(
                 EXPERTS, "[degrees]\nshard = 2\ntp = 4\nep = 4\n[mapping]\ntp = {node = 4}\nep = {node = 4}\n", CLUSTER
@@ -178,15 +178,15 @@ def test_a_long_path_stays_in_one_piece() -> None:
 def test_a_plan_without_a_file_is_named() -> None:
     Files().write(Path())
     with pytest.raises(SpecError) as caught:
-        check_all(Path("recipe.toml"), default=Plan(degrees=Degrees(shard=3)))
+        load_run_spec(Path("recipe.toml"), default=Plan(degrees=Degrees(shard=3)))
     assert "recipe.toml:17: batch.sequences: is 16, but must be a multiple" in str(caught.value)
     with pytest.raises(SpecError, match=re.escape("plan (default):1: degrees.tp: is 8")):
-        check_all(Path("recipe.toml"), default=Plan(degrees=Degrees(tp=8)))
+        load_run_spec(Path("recipe.toml"), default=Plan(degrees=Degrees(tp=8)))
 
 
 def test_check_all_returns_what_it_read() -> None:
     Files(RECIPE, PLAN, CLUSTER).write(Path())
-    checked = check_all(Path("recipe.toml"), Path("plan.toml"), "cluster.toml")
+    checked = load_run_spec(Path("recipe.toml"), Path("plan.toml"), "cluster.toml")
     assert checked.recipe.model.layers == 4
     assert checked.plan.degrees.shard == 2
     assert checked.cluster is not None
@@ -195,7 +195,7 @@ def test_check_all_returns_what_it_read() -> None:
 
 def test_check_finds_the_same_as_the_command() -> None:
     Files(RECIPE, "[degrees]\ntp = 8\n[mapping]\ntp = {node = 8}\n").write(Path())
-    found = check(read_recipe(Path("recipe.toml")), read_plan(Path("plan.toml")))
+    found = find_problems(read_recipe(Path("recipe.toml")), read_plan(Path("plan.toml")))
     assert [problem.key for problem in found] == ["degrees.tp", "mapping"]
 
 
@@ -211,8 +211,8 @@ def test_what_passes_can_be_placed_and_what_does_not_cannot() -> None:
         mapping: dict[Axis, dict[str, int]] = {} if node is None else {"tp": {"node": node, "fabric": tp // node or 1}}
         mapping |= {} if ep_node is None else {"ep": {"node": ep_node, "fabric": ep // ep_node or 1}}
         plan = Plan(degrees=Degrees(shard=shard, tp=tp, ep=ep), mapping=mapping)
-        found = [problem for rule in rules.PLAN_RULES for problem in rule(in_memory(plan))]
-        found += [problem for rule in rules.NETWORK_RULES for problem in rule(in_memory(plan), cluster)]
+        found = [problem for rule in rules.PLAN_RULES for problem in rule(parsed_without_file(plan))]
+        found += [problem for rule in rules.NETWORK_RULES for problem in rule(parsed_without_file(plan), cluster)]
         verdicts.append(not found)
         assert verdicts[-1] == _is_placed(plan, cluster.value), (plan, found)
     assert True in verdicts and False in verdicts
@@ -222,6 +222,6 @@ def _is_placed(plan: Plan, cluster: Cluster) -> bool:
     try:
         dense_ranks(plan, cluster)
         expert_ranks(plan, cluster)
-    except UnplaceableError:
+    except PlacementError:
         return False
     return True

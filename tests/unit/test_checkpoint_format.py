@@ -9,25 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from danlu.storage.checkpoint import fingerprint as weighing
-from danlu.storage.checkpoint.boxes import around, cut, overlap, volume
-from danlu.storage.checkpoint.commit import SaveFailed, commit, folder_of, leaf_name, levels, pack_name
+from danlu.storage.checkpoint.boxes import bounding_box, intersect, numel, split_box
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.commit import CheckpointSaveError, commit, leaf_name, pack_name, step_folder, tree_levels
 from danlu.storage.checkpoint.fingerprint import all_finite, as_bits, fingerprint
 from danlu.storage.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE,
     Chunk,
-    Damaged,
-    Dtype,
-    Held,
+    CorruptCheckpointError,
     Leaf,
     Manifest,
-    open_manifest,
-    parse,
-    text_of,
+    SafetensorsDtype,
+    TensorShard,
+    parse_manifest,
+    parse_metadata,
+    to_json_bytes,
 )
-from danlu.storage.checkpoint.reader import Reader, only_hash
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.hashing import crc32c
-from danlu.storage.store import Store, open_store
+from danlu.storage.checkpoint.reader import CheckpointReader, hash_only
+from danlu.storage.store.base import Store, open_store
+from danlu.storage.store.checksum import crc32c
 
 extents = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 
@@ -35,21 +35,21 @@ extents = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 @settings(deadline=None)
 @given(extents, st.integers(1, 64))
 def test_cut_pieces_tile_a_box_in_memory_order(size: tuple[int, ...], most: int) -> None:
-    whole = np.arange(volume(size)).reshape(size)
+    whole = np.arange(numel(size)).reshape(size)
     offset = tuple(range(10, 10 + len(size)))
-    pieces = list(cut((offset, size), 4, most))
+    pieces = list(split_box((offset, size), 4, most))
     found = []
     for start, extent in pieces:
         window = tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, extent, strict=True))
         found.append(whole[window].reshape(-1))
-        assert volume(extent) * 4 <= max(most, 4 * (size[-1] if size else 1))
+        assert numel(extent) * 4 <= max(most, 4 * (size[-1] if size else 1))
     assert np.array_equal(np.concatenate(found), whole.reshape(-1))
 
 
 @settings(deadline=None)
 @given(extents)
 def test_fingerprints_of_any_tiling_add_up(size: tuple[int, ...]) -> None:
-    bits = np.random.default_rng(volume(size)).integers(0, 2**32, size, dtype=np.uint32)
+    bits = np.random.default_rng(numel(size)).integers(0, 2**32, size, dtype=np.uint32)
     whole = fingerprint(bits, (0,) * len(size))
     cuts = [sorted({0, n, n // 2, n // 3}) for n in size]
     total = 0
@@ -83,25 +83,25 @@ def test_numpy_and_c_agree(dtype: type, shape: tuple[int, ...], monkeypatch: pyt
     bits = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, shape, dtype=dtype, endpoint=True)
     bits = np.asarray(bits, dtype=dtype)
     offset = (65_530,) * len(shape)
-    names: list[Dtype] = ["F8_E4M3", "BF16", "F32", "F64"]
+    names: list[SafetensorsDtype] = ["F8_E4M3", "BF16", "F32", "F64"]
     name = names[int(np.log2(bits.itemsize))]
     tame = np.asarray(bits & dtype(1))
 
     def told() -> tuple[int, bool, bool]:
         return fingerprint(bits, offset), all_finite(bits, name), all_finite(tame, name)
 
-    assert isinstance(weighing._weighing(), weighing.Native)
+    assert isinstance(weighing._fingerprint_backend(), weighing.NativeFingerprint)
     in_c = told()
-    monkeypatch.setattr(weighing, "_weighing", weighing.Portable)
+    monkeypatch.setattr(weighing, "_fingerprint_backend", weighing.NumpyFingerprint)
     assert told() == in_c
     assert in_c[2]
 
 
 def test_overlap_and_around() -> None:
-    assert overlap(((0, 0), (2, 2)), ((1, 1), (5, 5))) == ((1, 1), (1, 1))
-    assert overlap(((0,), (2,)), ((2,), (2,))) is None
-    assert overlap(((), ()), ((), ())) == ((), ())
-    assert around([((0, 3), (1, 1)), ((4, 0), (2, 2))]) == ((0, 0), (6, 4))
+    assert intersect(((0, 0), (2, 2)), ((1, 1), (5, 5))) == ((1, 1), (1, 1))
+    assert intersect(((0,), (2,)), ((2,), (2,))) is None
+    assert intersect(((), ()), ((), ())) == ((), ())
+    assert bounding_box([((0, 3), (1, 1)), ((4, 0), (2, 2))]) == ((0, 0), (6, 4))
 
 
 @pytest.mark.parametrize(
@@ -141,72 +141,72 @@ def written(store: Store, writers: int, step: int = 7) -> Manifest:
         raw = mine.tobytes()
         offset = (writer * ROWS, 0)
         chunk = Chunk(offset=offset, size=mine.shape, at=0, crc32c=crc32c(raw))
-        held = Held(
+        held = TensorShard(
             dtype="F32",
             shape=whole.shape,
             chunks=(chunk,),
             fingerprint=fingerprint(as_bits(memoryview(raw), 4, mine.shape), offset),
         )
         pack = pack_name("00c0ffee", writer)
-        store.write(f"{folder_of(step)}/{pack}", [raw])
+        store.write(f"{step_folder(step)}/{pack}", [raw])
         leaf = Leaf(
             step=step, attempt="00c0ffee", writer=writer, pack=pack, bytes=len(raw), finite=True, tensors={"w": held}
         )
         root = {"scalars": {"step": step}, "layout": {"shard": writers}, "written": 0.0}
-        text = commit(store, leaf, writers, root, patience=0.0) or text
+        text = commit(store, leaf, writers, root, timeout=0.0) or text
     assert text is not None
-    return open_manifest(text, "made")
+    return parse_manifest(text, "made")
 
 
 @pytest.mark.parametrize(("writers", "depth"), [(1, 1), (64, 1), (65, 2), (200, 2)])
 def test_a_tree_of_any_number_of_writers(writers: int, depth: int) -> None:
-    assert levels(writers) == depth
+    assert tree_levels(writers) == depth
     store = open_store(f"memory://tree-{writers}")
     manifest = written(store, writers)
     assert manifest.level == depth and manifest.packs == writers
-    reader = Reader(store, 7)
-    (found,) = reader.find({"w": [((writers * ROWS - 1, 0), (1, 4))]})
+    reader = CheckpointReader(store, 7)
+    (found,) = reader.find_chunks({"w": [((writers * ROWS - 1, 0), (1, 4))]})
     assert found.pack == pack_name("00c0ffee", writers - 1)
-    read = [f"{folder_of(7)}/{found.pack}"]
+    read = [f"{step_folder(7)}/{found.pack}"]
     assert len(list(reader.leaves({"w": [((0, 0), (1, 1))]}))) == 1, read
-    chunks = reader.find()
+    chunks = reader.find_chunks()
     assert len(chunks) == writers
-    reader.fetch(chunks, only_hash)
+    reader.read_chunks(chunks, hash_only)
 
 
 def test_levels_of_large_trees() -> None:
-    assert [levels(writers) for writers in (4096, 4097, 100_000, 64**3 + 1)] == [2, 3, 3, 4]
+    assert [tree_levels(writers) for writers in (4096, 4097, 100_000, 64**3 + 1)] == [2, 3, 3, 4]
 
 
 def test_a_missing_writer_fails_the_save_and_leaves_no_manifest() -> None:
     store = open_store("memory://missing")
     manifest = written(store, 3)
-    store.remove(f"{folder_of(7)}/{MANIFEST}")
-    store.remove(f"{folder_of(7)}/{leaf_name('00c0ffee', 2)}")
-    leaf = Leaf.model_validate_json(store.read(f"{folder_of(7)}/{manifest.children[0].file}"))
-    with pytest.raises(SaveFailed, match=r"00c0ffee-000002\.json must come from another rank"):
-        commit(store, leaf, 3, {"scalars": {}, "layout": {}, "written": 0.0}, patience=0.0)
-    assert Shelf(store, 2).steps() == []
+    store.remove(f"{step_folder(7)}/{MANIFEST_FILE}")
+    store.remove(f"{step_folder(7)}/{leaf_name('00c0ffee', 2)}")
+    leaf = Leaf.model_validate_json(store.read(f"{step_folder(7)}/{manifest.children[0].file}"))
+    with pytest.raises(CheckpointSaveError, match=r"00c0ffee-000002\.json was not written by another rank"):
+        commit(store, leaf, 3, {"scalars": {}, "layout": {}, "written": 0.0}, timeout=0.0)
+    assert CheckpointDir(store, 2).resumable_steps() == []
 
 
 def verify(store: Store) -> None:
-    reader = Reader(store, 7)
-    reader.fetch(reader.find(), only_hash)
+    reader = CheckpointReader(store, 7)
+    reader.read_chunks(reader.find_chunks(), hash_only)
 
 
 def test_every_flipped_bit_of_every_file_is_found() -> None:
     store = open_store("memory://flips")
     written(store, 66)
-    folder = folder_of(7)
+    folder = step_folder(7)
     rng = np.random.default_rng(0)
-    for name in [*store.list(folder)[::7], MANIFEST, "00c0ffee-n1-000000.json"]:
+    for name in [*store.list(folder)[::7], MANIFEST_FILE, "00c0ffee-n1-000000.json"]:
         content = store.read(f"{folder}/{name}")
         for _ in range(20):
             bit = int(rng.integers(len(content) * 8))
             changed = bytearray(content)
             changed[bit // 8] ^= 1 << bit % 8
             store.write(f"{folder}/{name}", [changed])
-            with pytest.raises(Damaged):
+            with pytest.raises(CorruptCheckpointError):
                 verify(store)
         store.write(f"{folder}/{name}", [content])
     verify(store)
@@ -226,31 +226,31 @@ def test_every_flipped_bit_of_every_file_is_found() -> None:
 )
 def test_a_leaf_that_no_writer_writes_is_refused(change: object, message: str) -> None:
     store = open_store("memory://refused")
-    store.remove(folder_of(7))
+    store.remove(step_folder(7))
     manifest = written(store, 1)
-    leaf = json.loads(store.read(f"{folder_of(7)}/{manifest.children[0].file}"))
+    leaf = json.loads(store.read(f"{step_folder(7)}/{manifest.children[0].file}"))
     change(leaf)  # type: ignore[operator]
-    with pytest.raises(Damaged, match=message):
-        parse(Leaf, json.dumps(leaf).encode(), "leaf")
+    with pytest.raises(CorruptCheckpointError, match=message):
+        parse_metadata(Leaf, json.dumps(leaf).encode(), "leaf")
 
 
 def test_a_manifest_that_lacks_elements_is_refused() -> None:
     store = open_store("memory://lacking")
-    fields = json.loads(text_of(written(store, 2)))
+    fields = json.loads(to_json_bytes(written(store, 2)))
     fields["tensors"]["w"]["elements"] -= 1
-    with pytest.raises(Damaged, match="must have 24 elements in its chunks, but has 23"):
-        open_manifest(json.dumps(fields).encode(), "manifest")
+    with pytest.raises(CorruptCheckpointError, match="must have 24 elements in its chunks, but has 23"):
+        parse_manifest(json.dumps(fields).encode(), "manifest")
 
 
 def test_old_ones_go_and_what_is_not_finite_stays_aside() -> None:
     store = open_store("memory://shelf")
-    shelf = Shelf(store, keep=2)
+    shelf = CheckpointDir(store, keep=2)
     for step in (1, 2, 3):
         written(store, 1, step)
-    shelf.retire(2)
-    assert shelf.steps() == [1, 2, 3], "the third is not yet known to be whole, so two older ones stay"
-    shelf.retire(3)
-    assert shelf.steps() == [2, 3]
-    shelf.set_aside(3)
-    assert shelf.steps() == [2] and shelf.quarantined() == [3]
-    assert store.list(folder_of(1)) == []
+    shelf.purge_stale(2)
+    assert shelf.resumable_steps() == [1, 2, 3], "the third is not yet known to be whole, so two older ones stay"
+    shelf.purge_stale(3)
+    assert shelf.resumable_steps() == [2, 3]
+    shelf.quarantine(3)
+    assert shelf.resumable_steps() == [2] and shelf.quarantined_steps() == [3]
+    assert store.list(step_folder(1)) == []

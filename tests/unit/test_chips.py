@@ -8,26 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from danlu.chips import ChipError, Descriptor, chips, find, host
-from danlu.chips.accelerator import AcceleratorRuntime, nccl, sheet_for
-from danlu.chips.cpu import CpuRuntime, gloo
-from danlu.chips.cuda import SHEETS as NVIDIA
+from danlu.chips import ChipDescriptor, ChipError, device_benchmark, find_chip, host, list_chips
+from danlu.chips.accelerator import AcceleratorRuntime, find_data_sheet, nccl_support
+from danlu.chips.cpu import CpuRuntime, gloo_support
+from danlu.chips.cuda import DATA_SHEETS as NVIDIA
 from danlu.chips.cuda import describe as describe_cuda
-from danlu.chips.health import SelfCheck, matmul_check
-from danlu.chips.measure import MeasureError, disk_speed, matmul_peak, memory_bandwidth
-from danlu.chips.rocm import SHEETS as AMD
+from danlu.chips.device_benchmark import (
+    MeasurementError,
+    measure_disk_speed,
+    measure_matmul_flops,
+    measure_memory_bandwidth,
+)
+from danlu.chips.health import DeviceSelfTest, check_matmul
+from danlu.chips.rocm import DATA_SHEETS as AMD
 from danlu.chips.rocm import describe as describe_rocm
 
 CPU = torch.device("cpu")
 
 FAKE = """
-from danlu.chips import Descriptor
+from danlu.chips import ChipDescriptor
 from danlu.chips.cpu import CpuRuntime
 
 def describe():
-    return Descriptor(name="{name}", runtime=CpuRuntime(), version={version})
+    return ChipDescriptor(name="{name}", runtime=CpuRuntime(), version={version})
 
 def broken():
     raise ImportError("libmychip.so is missing")
@@ -62,14 +68,20 @@ def add_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddChip:
 
 
 def test_danlus_own_chips_are_found_by_entry_point() -> None:
-    assert list(chips()) == ["ascend", "cpu", "cuda", "rocm"]
+    assert list(list_chips()) == ["ascend", "cpu", "cuda", "rocm"]
 
 
 def test_a_third_party_chip_is_found_and_comes_before_the_cpu(add_chip: AddChip) -> None:
     add_chip("mychip")
-    assert find("mychip").name == "mychip"
-    assert find().name == "mychip"
-    assert list(find("mychip").missing()) == ["capabilities", "collectives", "health", "telemetry", "scheduler"]
+    assert find_chip("mychip").name == "mychip"
+    assert find_chip().name == "mychip"
+    assert list(find_chip("mychip").missing_providers()) == [
+        "capabilities",
+        "collectives",
+        "health",
+        "telemetry",
+        "scheduler",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,23 +99,23 @@ def test_a_chip_that_fails_to_load_is_reported_and_the_rest_work(
 ) -> None:
     add_chip("mychip", **kwargs)
     with pytest.warns(RuntimeWarning, match=reason):
-        assert "mychip" not in chips()
+        assert "mychip" not in list_chips()
     with pytest.warns(RuntimeWarning, match=reason):
-        find()
-    assert find("cpu").name == "cpu"  # asked for by name: the broken one is none of its business
+        find_chip()
+    assert find_chip("cpu").name == "cpu"  # asked for by name: the broken one is none of its business
     with pytest.raises(ChipError, match=reason):
-        find("mychip")
+        find_chip("mychip")
 
 
 def test_two_packages_with_one_name_are_reported(add_chip: AddChip) -> None:
     add_chip("cpu", package="another")
     with pytest.warns(RuntimeWarning, match="declared by both danlu and another: danlu is used"):
-        assert chips()["cpu"].collectives is not None
+        assert list_chips()["cpu"].collectives is not None
 
 
 def test_an_unknown_chip_names_the_nearest() -> None:
     with pytest.raises(ChipError, match=r"(?s)\"rocn\" is not a chip .*did you mean `rocm`"):
-        find("rocn")
+        find_chip("rocn")
 
 
 def test_a_source_tree_without_metadata_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,19 +126,19 @@ def test_a_source_tree_without_metadata_says_what_to_do(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(registry.metadata, "distribution", absent)
     with pytest.raises(ChipError, match="pip install -e"):
-        chips()
+        list_chips()
 
 
 # --- CPU
 
 
 def test_the_cpu_descriptor_is_complete() -> None:
-    chip = find("cpu")
-    assert chip.missing() == {}
-    assert chip.runtime.why_not() == ""
-    assert chip.runtime.device(7) == CPU
+    chip = find_chip("cpu")
+    assert chip.missing_providers() == {}
+    assert chip.runtime.unavailable_reason() == ""
+    assert chip.runtime.set_device(7) == CPU
     assert 1 <= chip.runtime.device_count() <= 100_000
-    assert chip.capabilities is not None and chip.capabilities.chip() is None
+    assert chip.capabilities is not None and chip.capabilities.data_sheet() is None
 
 
 def test_seeding_repeats_the_numbers() -> None:
@@ -139,21 +151,21 @@ def test_seeding_repeats_the_numbers() -> None:
 
 def test_peak_memory_sees_an_allocation_and_keeps_it() -> None:
     runtime = CpuRuntime()
-    size = host.resident_peak() - host.resident() + 64 * 2**20  # enough to pass any earlier peak
-    before = runtime.memory_peak()
+    size = host.peak_resident_memory() - host.resident_memory() + 64 * 2**20  # enough to pass any earlier peak
+    before = runtime.max_memory()
     with mmap.mmap(-1, size) as held:  # not from the C library, which may have kept what others freed
         torch.frombuffer(held, dtype=torch.uint8).fill_(1)
-        peak = runtime.memory_peak()
+        peak = runtime.max_memory()
     assert before + 32 * 2**20 <= peak <= runtime.memory_total()
-    assert runtime.memory_peak() >= peak - 2**20  # the kernel counts in batches of pages, a few of them late
+    assert runtime.max_memory() >= peak - 2**20  # the kernel counts in batches of pages, a few of them late
 
 
 _FAULTS = """
 import resource, sys, torch
-from danlu.chips import find
+from danlu.chips import find_chip
 
 if sys.argv[1] == "rank":
-    find("cpu").runtime.device(0)
+    find_chip("cpu").runtime.set_device(0)
 
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -177,12 +189,12 @@ def test_a_rank_keeps_the_memory_it_frees_for_its_next_step() -> None:
 
 def test_a_c_library_that_keeps_nothing_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danlu.chips.cpu._keep_freed_memory", lambda: False)
-    with pytest.warns(UserWarning, match="6 to 12 % longer"):
-        CpuRuntime().device(0)
+    with pytest.warns(UserWarning, match="every step faults its memory in again"):
+        CpuRuntime().set_device(0)
 
 
 def test_telemetry_reads_the_kernel() -> None:
-    chip = find("cpu")
+    chip = find_chip("cpu")
     assert chip.telemetry is not None
     figures = chip.telemetry.read()
     assert figures["load_per_core"] >= 0
@@ -191,14 +203,14 @@ def test_telemetry_reads_the_kernel() -> None:
 
 
 def test_gloo_says_what_it_lacks_and_what_to_do() -> None:
-    collectives = gloo()
-    assert collectives.why_not("all_reduce", "bf16", "avg") == ""
-    assert "sum, then divide" in collectives.why_not("all_reduce", "int64", "avg")
-    assert collectives.why_not("all_gather", "int64", "avg") == ""  # gathers reduce nothing
-    assert "view the tensor as uint8" in collectives.why_not("all_gather", "fp8")
+    collectives = gloo_support()
+    assert collectives.unsupported_reason("all_reduce", "bf16", "avg") == ""
+    assert "sum, then divide" in collectives.unsupported_reason("all_reduce", "int64", "avg")
+    assert collectives.unsupported_reason("all_gather", "int64", "avg") == ""  # gathers reduce nothing
+    assert "view the tensor as uint8" in collectives.unsupported_reason("all_gather", "fp8")
     assert collectives.emulated == {"reduce_scatter"}
-    assert nccl().why_not("all_gather", "fp8") == ""
-    assert nccl().why_not("reduce_scatter", "fp8") != ""
+    assert nccl_support().unsupported_reason("all_gather", "fp8") == ""
+    assert nccl_support().unsupported_reason("reduce_scatter", "fp8") != ""
 
 
 # --- host facts of another machine
@@ -237,11 +249,11 @@ def test_caches_cards_and_names(tmp_path: Path) -> None:
     cache = "sys/devices/system/cpu/cpu0/cache"
     root = write(tmp_path, {f"{cache}/index0/size": "48K\n", f"{cache}/index3/size": "32M\n"})
     assert host.last_level_cache(root) == 32 * 2**20
-    assert host.rdma_cards(root) == ()
+    assert host.rdma_devices(root) == ()
     write(
         root, {"sys/class/infiniband/mlx5_0/x": "", "proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n"}
     )
-    assert host.rdma_cards(root) == ("mlx5_0",)
+    assert host.rdma_devices(root) == ("mlx5_0",)
     assert host.cpu_name(root) == "Some CPU @ 2 GHz"
 
 
@@ -249,7 +261,7 @@ def test_caches_cards_and_names(tmp_path: Path) -> None:
 
 
 def test_a_healthy_device_passes() -> None:
-    findings = SelfCheck(CpuRuntime(), lambda: CpuRuntime().memory_total()).findings(0)
+    findings = DeviceSelfTest(CpuRuntime(), lambda: CpuRuntime().memory_total()).run_checks(0)
     assert [finding.check for finding in findings] == ["matmul float32", "matmul bfloat16", "memory"]
     assert all(finding.healthy for finding in findings), findings
 
@@ -271,11 +283,11 @@ def give_nan(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def test_a_device_that_reckons_wrongly_is_found(
     dtype: torch.dtype, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    assert not matmul_check(CPU, dtype, product).healthy
+    assert not check_matmul(CPU, dtype, product).healthy
 
 
 def test_a_full_device_is_found() -> None:
-    assert not SelfCheck(CpuRuntime(), lambda: 2**20).findings(0)[-1].healthy
+    assert not DeviceSelfTest(CpuRuntime(), lambda: 2**20).run_checks(0)[-1].healthy
 
 
 # --- accelerators, with the build and the devices of another machine
@@ -297,20 +309,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch, device: str | None, count: int = 0,
 def test_an_accelerator_that_is_not_here_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     monkeypatch.setattr("danlu.chips.ascend.find_spec", lambda name: None)
-    runtime = chips()[name].runtime
-    assert not runtime.available()
-    assert "install" in runtime.why_not()
+    runtime = list_chips()[name].runtime
+    assert not runtime.is_available()
+    assert "install" in runtime.unavailable_reason()
     assert runtime.device_count() == 0
     with pytest.raises(ValueError, match="below the 0"):
-        runtime.device(0)
+        runtime.set_device(0)
     with pytest.raises(ChipError, match=f'"{name}" is not available: .*install'):
-        find(name)
-    assert find().name == "cpu"
+        find_chip(name)
+    assert find_chip().name == "cpu"
 
 
 def test_a_build_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None, cuda="12.8")
-    assert "sees no cuda device" in describe_cuda().runtime.why_not()
+    assert "sees no cuda device" in describe_cuda().runtime.unavailable_reason()
 
 
 @pytest.mark.parametrize(("versions", "here"), [({"cuda": "12.8"}, "cuda"), ({"hip": "6.4"}, "rocm")])
@@ -318,26 +330,26 @@ def test_cuda_and_rocm_are_told_apart_by_the_build(
     versions: dict[str, str], here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = pretend(monkeypatch, "cuda", count=2, **versions)
-    available = [chip.name for chip in (describe_cuda(), describe_rocm()) if chip.runtime.available()]
+    available = [chip.name for chip in (describe_cuda(), describe_rocm()) if chip.runtime.is_available()]
     assert available == [here]
-    chip = find()
+    chip = find_chip()
     assert chip.name == here
-    assert chip.runtime.device(1) == torch.device("cuda", 1)
+    assert chip.runtime.set_device(1) == torch.device("cuda", 1)
     assert chosen == [1]
     with pytest.raises(ValueError, match="below the 2 cuda devices seen here, but is 2"):
-        chip.runtime.device(2)
+        chip.runtime.set_device(2)
 
 
 def test_ascend_is_here_when_its_extension_and_device_are(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = AcceleratorRuntime("xpu", lambda: "")  # a type every build can name stands for the extension's
     pretend(monkeypatch, "xpu", count=8)
-    assert runtime.available() and runtime.device_count() == 8
+    assert runtime.is_available() and runtime.device_count() == 8
     pretend(monkeypatch, "cuda", count=8)
-    assert not runtime.available()
+    assert not runtime.is_available()
 
 
 def test_scheduler_names_differ() -> None:
-    names = {name: chip.scheduler for name, chip in chips().items()}
+    names = {name: chip.scheduler for name, chip in list_chips().items()}
     assert {name: scheduler.slurm for name, scheduler in names.items() if scheduler} == {
         "ascend": "npu",
         "cpu": "",
@@ -347,10 +359,10 @@ def test_scheduler_names_differ() -> None:
 
 
 def test_data_sheets_are_found_by_the_drivers_name() -> None:
-    sheet = sheet_for("NVIDIA H100 80GB HBM3", NVIDIA)
+    sheet = find_data_sheet("NVIDIA H100 80GB HBM3", NVIDIA)
     assert sheet is not None and sheet.peak["bf16"] == pytest.approx(989.5e12)
-    assert sheet_for("NVIDIA GeForce RTX 4090", NVIDIA) is None
-    sheet = sheet_for("AMD Instinct MI300X", AMD)
+    assert find_data_sheet("NVIDIA GeForce RTX 4090", NVIDIA) is None
+    sheet = find_data_sheet("AMD Instinct MI300X", AMD)
     assert sheet is not None and sheet.kind == "rocm"
     for chip in (*NVIDIA.values(), *AMD.values()):
         assert not chip.measured
@@ -361,32 +373,46 @@ def test_data_sheets_are_found_by_the_drivers_name() -> None:
 
 
 def test_peaks_and_bandwidth_are_plausible() -> None:
-    assert matmul_peak(CPU, torch.float32, seconds=0.1) > 1e9
-    assert memory_bandwidth(CPU, seconds=0.05, sharers=8) > 1e8
+    assert measure_matmul_flops(CPU, torch.float32, seconds=0.1) > 1e9
+    assert measure_memory_bandwidth(CPU, seconds=0.05, sharers=8) > 1e8
+
+
+def test_a_peak_counts_what_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that says one second a product, the rate is its operations."""
+    counted: list[int] = []
+
+    def one_second(run: Callable[[], object], _device: torch.device, _seconds: float) -> float:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counted.append(counter.get_total_flops())
+        return 1.0
+
+    monkeypatch.setattr(device_benchmark, "_mean_seconds", one_second)
+    assert measure_matmul_flops(CPU, torch.float32, seconds=0.1) == counted[-1] > 0
 
 
 def test_a_type_without_a_product_says_so() -> None:
-    with pytest.raises(MeasureError, match="a bool product of 256×256 does not run on cpu"):
-        matmul_peak(CPU, torch.bool, seconds=0.1)
+    with pytest.raises(MeasurementError, match="a bool matmul of 256×256 does not run on cpu"):
+        measure_matmul_flops(CPU, torch.bool, seconds=0.1)
 
 
 def test_the_disk_is_measured_and_left_clean(tmp_path: Path) -> None:
-    speed = disk_speed(tmp_path, size=16 * 2**20, seconds=1.0)
+    speed = measure_disk_speed(tmp_path, size=16 * 2**20, seconds=1.0)
     assert speed.read > 0 and speed.write > 0 and speed.free > 0
-    assert ("direct" in speed.how) == speed.direct
+    assert ("direct" in speed.method) == speed.used_direct_io
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_without_direct_io_is_measured_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danlu.chips.measure._DIRECT", 0)
-    speed = disk_speed(tmp_path, size=16 * 2**20, seconds=1.0)
-    assert not speed.direct and "buffered" in speed.how
+    monkeypatch.setattr("danlu.chips.device_benchmark._O_DIRECT", 0)
+    speed = measure_disk_speed(tmp_path, size=16 * 2**20, seconds=1.0)
+    assert not speed.used_direct_io and "buffered" in speed.method
     assert speed.read > 0 and speed.write > 0
 
 
 def test_a_disk_without_room_says_so(tmp_path: Path) -> None:
-    with pytest.raises(MeasureError, match="MiB free, but"):
-        disk_speed(tmp_path, size=2**60)
+    with pytest.raises(MeasurementError, match="MB free, but"):
+        measure_disk_speed(tmp_path, size=2**60)
 
 
 # --- danlu chips
@@ -397,7 +423,7 @@ def test_the_command_lists_every_chip_for_machines_and_people() -> None:
 
     machine = CliRunner().invoke(app, ["chips", "--json"])
     rows = {row["name"]: row for row in json.loads(machine.stdout)}
-    assert list(rows) == list(chips())
+    assert list(rows) == list(list_chips())
     assert rows["cpu"]["available"] and rows["cpu"]["memory"] == host.memory_total()
     assert all(row["available"] == (row["why_not"] == "") for row in rows.values())
     person = CliRunner().invoke(app, ["chips"])
@@ -407,5 +433,5 @@ def test_the_command_lists_every_chip_for_machines_and_people() -> None:
 
 def test_descriptors_are_frozen() -> None:
     with pytest.raises(AttributeError):
-        find("cpu").name = "gpu"  # type: ignore[misc]
-    assert isinstance(find("cpu"), Descriptor)
+        find_chip("cpu").name = "gpu"  # type: ignore[misc]
+    assert isinstance(find_chip("cpu"), ChipDescriptor)

@@ -11,16 +11,17 @@ from made_checkpoints import HALF, WEIGHT, flip, one_writer, two_writers
 from made_runs import make_run
 
 from danlu.cli import main
+from danlu.comm.world import World
 from danlu.spec import RunFolder
-from danlu.storage.checkpoint.checkpoints import Checkpoints
-from danlu.storage.checkpoint.compare import numbers, read_bits
-from danlu.storage.checkpoint.copying import copy
-from danlu.storage.checkpoint.manifest import MANIFEST
-from danlu.storage.checkpoint.reader import Reader
-from danlu.storage.checkpoint.saver import Policy
-from danlu.storage.checkpoint.shelf import Shelf
-from danlu.storage.local_store import LocalStore
-from danlu.storage.store import open_store
+from danlu.storage.checkpoint.async_saver import SavePolicy
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.compare import decode_numbers, read_bits
+from danlu.storage.checkpoint.copying import copy_checkpoint
+from danlu.storage.checkpoint.engine import CheckpointEngine
+from danlu.storage.checkpoint.manifest import MANIFEST_FILE
+from danlu.storage.checkpoint.reader import CheckpointReader
+from danlu.storage.store.base import open_store
+from danlu.storage.store.local_store import LocalStore
 
 Danlu = Callable[..., tuple[int, str, str]]
 
@@ -46,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     store = open_store(str(made.checkpoints))
     for step in (2, 4, 8):
         one_writer(store, step)
-    Shelf(store, 2).set_aside(2)
+    CheckpointDir(store, 2).quarantine(2)
     store.write("step-00000012/0badcafe-000000.pack", [b"half"])
     return made
 
@@ -60,7 +61,7 @@ def pack_of(run: RunFolder, step: int) -> Path:
 
 
 def test_ls_tells_every_state(run: RunFolder, danlu: Danlu) -> None:
-    (run.checkpoints / "step-00000004" / MANIFEST).write_text("{}")
+    (run.checkpoints / "step-00000004" / MANIFEST_FILE).write_text("{}")
     (run.checkpoints / "step-00000006").mkdir()  # nothing is in it, so nothing is told of it
     code, out, err = danlu("ckpt", "ls", "mine")
     assert code == 0
@@ -72,7 +73,7 @@ def test_ls_tells_every_state(run: RunFolder, danlu: Danlu) -> None:
         ("12", "incomplete"),
     ]
     assert "1 leftover file" in out and "yes" in rows[3]
-    assert "step 4: " in err and "must be a checkpoint's manifest" in err
+    assert "step 4: " in err and 'must be a "danlu checkpoint" file' in err
 
 
 def test_ls_for_machines(run: RunFolder, danlu: Danlu) -> None:
@@ -86,12 +87,12 @@ def test_ls_for_machines(run: RunFolder, danlu: Danlu) -> None:
 @pytest.mark.parametrize("name", ["mine", "runs/mine", "runs/mine/checkpoints", "mine@8"])
 def test_a_place_may_be_named_in_several_ways(run: RunFolder, danlu: Danlu, name: str) -> None:
     code, out, _ = danlu("ckpt", "verify", name)
-    assert code == 0 and "@8: good: 3 tensors, 3 chunks" in out
+    assert code == 0 and "@8: intact: 3 tensors, 3 chunks" in out
 
 
 def test_a_step_folder_names_its_step(run: RunFolder, danlu: Danlu) -> None:
     code, out, _ = danlu("ckpt", "verify", "runs/mine/checkpoints/step-00000004")
-    assert code == 0 and "@4: good" in out
+    assert code == 0 and "@4: intact" in out
 
 
 @pytest.mark.parametrize(
@@ -102,9 +103,9 @@ def test_a_step_folder_names_its_step(run: RunFolder, danlu: Danlu) -> None:
         (["verify", "mine@12"], "mine@12 is incomplete"),
         (["show", "mine@2"], "mine@2 is quarantined"),
         (["show", "mine", "--match", "nothing*"], "the first is model.half"),
-        (["rm", "mine"], "name the step"),
+        (["rm", "mine"], "give the step"),
         (["copy", "mine", "elsewhere@3"], "keeps its step"),
-        (["verify", "mine@4", "--all"], "leave @STEP out"),
+        (["verify", "mine@4", "--all"], "omit @STEP"),
         (["ls", "s33://bucket/x"], "did you mean s3://?"),
         (["ls", "s3://bucket/x", "--s3", "endpiont=x"], "did you mean `endpoint`?"),
         (["ls", "empty"], "there is no checkpoint in"),
@@ -125,9 +126,9 @@ def test_verify_names_tensor_and_file(run: RunFolder, danlu: Danlu) -> None:
     flip(pack, at=0)  # model.half comes first
     code, out, _ = danlu("ckpt", "verify", "mine", "--all")
     assert code == 1
-    assert "mine@8: DAMAGED in 1 places of 1 files" in out
-    assert f"step-00000008/{pack.name} is damaged in bytes 0 to 6" in out and "  model.half: " in out
-    assert "mine@4: good" in out
+    assert "mine@8: CORRUPT in 1 places of 1 files" in out
+    assert f"step-00000008/{pack.name} is corrupt in bytes 0 to 6" in out and "  model.half: " in out
+    assert "mine@4: intact" in out
 
 
 def test_verify_goes_on_after_a_missing_leaf_and_a_short_pack(tmp_path: Path, danlu: Danlu) -> None:
@@ -147,30 +148,30 @@ def test_verify_goes_on_after_a_missing_leaf_and_a_short_pack(tmp_path: Path, da
 
 def test_what_parity_reaches_is_mended(tmp_path: Path, danlu: Danlu) -> None:
     store = open_store(str(tmp_path))
-    checkpoints = Checkpoints(store, 1, torch.device("cpu"), staging=tmp_path / "shm", policy=Policy(parity=1))
+    checkpoints = CheckpointEngine(store, 1, World.adopt(), staging=tmp_path / "shm", policy=SavePolicy(parity=1))
     checkpoints.save(5, {"model.w": torch.arange(100.0)}, {})
     checkpoints.close()
     folder = tmp_path / "step-00000005"
     (pack,), (leaf,) = folder.glob("*.pack"), folder.glob("*-000000.json")
-    assert danlu("ckpt", "mend", str(tmp_path))[:2] == (0, f"{tmp_path}@5: good, nothing had to be mended\n")
+    assert danlu("ckpt", "repair", str(tmp_path))[:2] == (0, f"{tmp_path}@5: intact, nothing to repair\n")
     flip(pack, at=3)
     leaf.unlink()
     code, out, _ = danlu("ckpt", "verify", str(tmp_path))
-    assert code == 1 and "damaged in 2 places, but nothing is lost" in out and "danlu ckpt mend" in out
-    code, out, _ = danlu("ckpt", "mend", str(tmp_path))
-    assert code == 0 and "mended, 2 files written anew" in out
+    assert code == 1 and "2 corrupt places, all repairable" in out and "danlu ckpt repair" in out
+    code, out, _ = danlu("ckpt", "repair", str(tmp_path))
+    assert code == 0 and "repaired, 2 files rewritten" in out
     assert danlu("ckpt", "verify", str(tmp_path))[0] == 0
     for name in folder.glob("*.parity*"):
         name.unlink()
     flip(pack, at=3)
-    code, out, _ = danlu("ckpt", "mend", str(tmp_path), "--json")
+    code, out, _ = danlu("ckpt", "repair", str(tmp_path), "--json")
     assert code == 1 and json.loads(out)["left"][0]["tensor"] == "model.w"
 
 
 def test_verify_of_a_damaged_manifest(run: RunFolder, danlu: Danlu) -> None:
-    flip(run.checkpoints / "step-00000008" / MANIFEST, at=40)
+    flip(run.checkpoints / "step-00000008" / MANIFEST_FILE, at=40)
     code, out, _ = danlu("ckpt", "verify", "mine@8")
-    assert code == 1 and "mine@8: DAMAGED" in out and MANIFEST in out
+    assert code == 1 and "mine@8: CORRUPT" in out and MANIFEST_FILE in out
 
 
 # --- show
@@ -241,7 +242,7 @@ def test_diff_tells_shapes_and_scalars(tmp_path: Path, danlu: Danlu) -> None:
 )
 def test_small_floats_are_decoded_by_hand(dtype: str, bits: int, value: float) -> None:
     width = np.uint16 if dtype == "BF16" else np.uint8
-    assert float(numbers(np.array([bits], width), dtype)[0]) == value  # type: ignore[arg-type]
+    assert float(decode_numbers(np.array([bits], width), dtype)[0]) == value  # type: ignore[arg-type]
 
 
 # --- rm
@@ -253,7 +254,7 @@ def test_rm_asks_and_refuses_the_newest(run: RunFolder, danlu: Danlu, monkeypatc
     monkeypatch.setattr("typer.confirm", lambda question: False)
     code, out, _ = danlu("ckpt", "rm", "mine@4")
     assert code == 1 and out == "nothing was deleted\n"
-    assert (run.checkpoints / "step-00000004" / MANIFEST).exists()
+    assert (run.checkpoints / "step-00000004" / MANIFEST_FILE).exists()
     for name in ("mine@4", "mine@12", "mine@2"):
         assert danlu("ckpt", "rm", name, "-y")[0] == 0
     assert danlu("ckpt", "rm", "mine@8", "-y", "--force")[0] == 0
@@ -267,17 +268,17 @@ def test_copy_and_go_on_after_a_cut(tmp_path: Path, danlu: Danlu) -> None:
     source = open_store(str(tmp_path / "from"))
     two_writers(source, 5)
     code, out, _ = danlu("ckpt", "copy", str(tmp_path / "from"), str(tmp_path / "to"))
-    assert code == 0 and "2 packs, 96 B copied, every chunk checked" in out
+    assert code == 0 and "2 packs, 96 B copied, every chunk verified" in out
     folder = tmp_path / "to" / "step-00000005"
     for file in (tmp_path / "from" / "step-00000005").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
-    assert "was there already" in danlu("ckpt", "copy", str(tmp_path / "from"), str(tmp_path / "to"))[1]
+    assert "already there" in danlu("ckpt", "copy", str(tmp_path / "from"), str(tmp_path / "to"))[1]
 
-    (folder / MANIFEST).unlink()  # as if the copy had been cut off, with one pack wrong
+    (folder / MANIFEST_FILE).unlink()  # as if the copy had been cut off, with one pack wrong
     kept = (folder / "00c0ffee-000000.pack").stat().st_mtime_ns
     flip(folder / "00c0ffee-000001.pack")
     _, out, _ = danlu("ckpt", "copy", str(tmp_path / "from"), str(tmp_path / "to"))
-    assert "1 packs, 48 B copied, every chunk checked, 1 were there already" in out
+    assert "1 packs, 48 B copied, every chunk verified, 1 already there" in out
     assert (folder / "00c0ffee-000000.pack").stat().st_mtime_ns == kept
     assert danlu("ckpt", "verify", str(tmp_path / "to"))[0] == 0
 
@@ -287,7 +288,7 @@ def test_a_damaged_source_leaves_no_manifest(tmp_path: Path, danlu: Danlu) -> No
     flip(next((tmp_path / "from" / "step-00000005").glob("*.pack")), at=0)
     code, _, err = danlu("ckpt", "copy", str(tmp_path / "from"), str(tmp_path / "to"))
     assert code == 2 and "model.half[0]: crc32c must be" in err
-    assert not (tmp_path / "to" / "step-00000005" / MANIFEST).exists()
+    assert not (tmp_path / "to" / "step-00000005" / MANIFEST_FILE).exists()
 
 
 def test_another_checkpoint_of_the_same_step_is_not_written_over(tmp_path: Path, danlu: Danlu) -> None:
@@ -299,20 +300,20 @@ def test_another_checkpoint_of_the_same_step_is_not_written_over(tmp_path: Path,
 
 def test_a_full_target_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_writer(tmp_path / "from", 5)
-    monkeypatch.setattr(LocalStore, "free", lambda store: 10)
-    with pytest.raises(OSError, match="has 10 bytes left"):
-        copy(open_store(str(tmp_path / "from")), open_store(str(tmp_path / "to")), 5)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 10)
+    with pytest.raises(OSError, match="has 10 B free"):
+        copy_checkpoint(open_store(str(tmp_path / "from")), open_store(str(tmp_path / "to")), 5)
     assert not (tmp_path / "to").exists()
 
 
 def test_packs_of_several_runs_are_copied_and_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small chunks and small runs, borders fall everywhere."""
-    monkeypatch.setattr("danlu.storage.checkpoint.single.CHUNK_BYTES", 8)
-    monkeypatch.setattr("danlu.storage.checkpoint.copying.RUN_BYTES", 100)
+    monkeypatch.setattr("danlu.storage.checkpoint.single_writer.CHUNK_BYTES", 8)
+    monkeypatch.setattr("danlu.storage.checkpoint.copying.MAX_READ_BYTES", 100)
     source, target = open_store(str(tmp_path / "from")), open_store("memory://copied-in-runs")
     assert one_writer(source, 5).bytes > 100
     seen: list[int] = []
-    copied = copy(source, target, 5, seen.append)
+    copied = copy_checkpoint(source, target, 5, seen.append)
     assert sum(seen) == copied.bytes and len(seen) > 3
-    reader = Reader(target, 5)
-    assert np.array_equal(numbers(read_bits(reader, "model.w"), "F32"), WEIGHT)
+    reader = CheckpointReader(target, 5)
+    assert np.array_equal(decode_numbers(read_bits(reader, "model.w"), "F32"), WEIGHT)

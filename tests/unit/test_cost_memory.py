@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from danlu.cost.layer import Cut
-from danlu.cost.memory import Replicas, in_flight, layer_activations, logit_bytes, state_bytes
-from danlu.cost.shape import shape_of
-from danlu.cost.software import HYBRID, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
-from danlu.cost.stages import Held, held, holdings
+from danlu.cost.layer_time import LocalShape
+from danlu.cost.memory import ReplicaCounts, layer_activation_bytes, logits_memory, microbatches_in_flight, state_bytes
+from danlu.cost.model_shape import model_shape
+from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
+from danlu.cost.stage_contents import RankParameters, rank_parameters, stage_contents
 from danlu.spec.load import load_model
 from danlu.spec.model import Model
 
-BILLION = Held(dense=10**9, experts=0)
-RANKS = Replicas(all=64, group=8)
+BILLION = RankParameters(dense=10**9, experts=0)
+RANKS = ReplicaCounts(total=64, per_group=8)
 GPT = Model(vocabulary=51200, layers=4, width=1024, heads=16, activation="gelu", position="learned", sequence=2048)
 MEGATRON = Software(recompute="none", sequence_parallel=False)
 
 
-def cut(tp: int = 1, cp: int = 1, sequences: int = 1) -> Cut:
-    return Cut(sequences, 2048, tp, cp, 1, (tp,), (1,), (1,), (cp,))
+def cut(tp: int = 1, cp: int = 1, sequences: int = 1) -> LocalShape:
+    return LocalShape(sequences, 2048, tp, cp, 1, (tp,), (1,), (1,), (cp,))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def cut(tp: int = 1, cp: int = 1, sequences: int = 1) -> Cut:
         (ZERO_1, 2 + 4 + 12 / 64),
         (ZERO_2, 2 + 4 / 64 + 12 / 64),
         (ZERO_3, 18 / 64),
-        (HYBRID, 18 / 8),
+        (HSDP, 18 / 8),
         (Sharding("group", "group", "all"), 6 / 8 + 12 / 64),
     ],
 )
@@ -39,45 +39,47 @@ def test_bytes_a_parameter(sharding: Sharding, each: float) -> None:
 
 
 def test_the_sharded_program_keeps_one_copy() -> None:
-    states = state_bytes(BILLION, RANKS, RANKS, ZERO_3, Software(keeps_half=False))
+    states = state_bytes(BILLION, RANKS, RANKS, ZERO_3, Software(keep_half_parameters=False))
     assert sum(states) == pytest.approx(16 / 64 * 1e9)
 
 
 def test_experts_are_split_over_fewer_ranks() -> None:
-    some = Held(dense=0, experts=10**9)
-    states = state_bytes(some, RANKS, Replicas(all=4, group=2), ZERO_3, Software())
+    some = RankParameters(dense=0, experts=10**9)
+    states = state_bytes(some, RANKS, ReplicaCounts(total=4, per_group=2), ZERO_3, Software())
     assert sum(states) == pytest.approx(18 / 4 * 1e9)
 
 
 def test_activations_of_a_layer_as_published() -> None:
     # Korthikanti et al. (2022): 34 · s · b · h with flash attention, two of them masks of dropout, which is not used
-    shape, stream = shape_of(GPT), 2048 * 1024
-    assert layer_activations(shape, cut(), MEGATRON, moe=False) == pytest.approx(32 * stream)
+    shape, stream = model_shape(GPT), 2048 * 1024
+    assert layer_activation_bytes(shape, cut(), MEGATRON, moe=False) == pytest.approx(32 * stream)
     # without sequence parallelism: s · b · h · (8 + 24 / t)
-    assert layer_activations(shape, cut(tp=4), MEGATRON, moe=False) == pytest.approx((8 + 24 / 4) * stream)
+    assert layer_activation_bytes(shape, cut(tp=4), MEGATRON, moe=False) == pytest.approx((8 + 24 / 4) * stream)
     # with it everything is divided
     spread = replace(MEGATRON, sequence_parallel=True)
-    assert layer_activations(shape, cut(tp=4), spread, moe=False) == pytest.approx(32 / 4 * stream)
+    assert layer_activation_bytes(shape, cut(tp=4), spread, moe=False) == pytest.approx(32 / 4 * stream)
 
 
 def test_recompute_keeps_the_input_alone() -> None:
     full = replace(MEGATRON, recompute="full")
-    assert layer_activations(shape_of(GPT), cut(), full, moe=False) == 2 * 2048 * 1024
+    assert layer_activation_bytes(model_shape(GPT), cut(), full, moe=False) == 2 * 2048 * 1024
 
 
 def test_scores_in_memory_take_five_bytes_each() -> None:
     old = replace(MEGATRON, attention="fused")
-    shape = shape_of(GPT)
-    more = layer_activations(shape, cut(), old, moe=False) - layer_activations(shape, cut(), MEGATRON, moe=False)
+    shape = model_shape(GPT)
+    more = layer_activation_bytes(shape, cut(), old, moe=False) - layer_activation_bytes(
+        shape, cut(), MEGATRON, moe=False
+    )
     assert more == 5 * 16 * 2048**2
     selective = replace(old, recompute="selective")
-    assert layer_activations(shape, cut(), selective, moe=False) == pytest.approx(32 * 2048 * 1024)
+    assert layer_activation_bytes(shape, cut(), selective, moe=False) == pytest.approx(32 * 2048 * 1024)
 
 
 def test_context_parallelism_divides_tokens() -> None:
-    shape = shape_of(GPT)
-    assert layer_activations(shape, cut(cp=2), MEGATRON, moe=False) == pytest.approx(
-        layer_activations(shape, cut(), MEGATRON, moe=False) / 2
+    shape = model_shape(GPT)
+    assert layer_activation_bytes(shape, cut(cp=2), MEGATRON, moe=False) == pytest.approx(
+        layer_activation_bytes(shape, cut(), MEGATRON, moe=False) / 2
     )
 
 
@@ -93,35 +95,35 @@ def test_context_parallelism_divides_tokens() -> None:
     ],
 )
 def test_microbatches_in_flight(schedule: str, rank: int, stages: int, microbatches: int, held_at_once: float) -> None:
-    assert in_flight(rank, 8, stages, microbatches, schedule) == held_at_once  # type: ignore[arg-type]
+    assert microbatches_in_flight(rank, 8, stages, microbatches, schedule) == held_at_once  # type: ignore[arg-type]
 
 
 def test_interleaving_holds_more_as_published() -> None:
     # SC 2021: 1 + (p − 1) / (p · v) times the activations of 1F1B on the first rank
-    ratio = in_flight(0, 8, 4, 64, "interleaved") / in_flight(0, 8, 1, 64, "1f1b")
+    ratio = microbatches_in_flight(0, 8, 4, 64, "interleaved") / microbatches_in_flight(0, 8, 1, 64, "1f1b")
     assert ratio == pytest.approx(1 + 7 / 32, abs=0.02)
 
 
 def test_logits_of_a_large_vocabulary() -> None:
-    assert logit_bytes(shape_of(GPT), cut(tp=4), MEGATRON) == pytest.approx(14 * 2048 * 51200 / 4)
+    assert logits_memory(model_shape(GPT), cut(tp=4), MEGATRON) == pytest.approx(14 * 2048 * 51200 / 4)
 
 
 def test_parameters_of_the_stages_are_those_of_the_model() -> None:
     model = load_model("mixtral-8x7b")
-    shape = shape_of(model)
-    whole = held(shape, holdings(shape, 1, 1)[0], 1, 1, 1)
+    shape = model_shape(model)
+    whole = rank_parameters(shape, stage_contents(shape, 1, 1)[0], 1, 1, 1)
     assert whole.dense + whole.experts == pytest.approx(46.7e9, rel=0.002)
-    parts = [held(shape, holding, 2, 8, 1) for holding in holdings(shape, 4, 2)]
+    parts = [rank_parameters(shape, holding, 2, 8, 1) for holding in stage_contents(shape, 4, 2)]
     assert sum(part.experts for part in parts) * 8 == whole.experts
     assert sum(part.dense for part in parts) * 2 == pytest.approx(whole.dense, rel=1e-6)
 
 
 def test_embedding_and_head_may_count_as_layers() -> None:
-    shape = shape_of(replace_layers(70))
-    counts = [holding.layers for holding in holdings(shape, 12, 1, slots=True)]
+    shape = model_shape(replace_layers(70))
+    counts = [holding.layers for holding in stage_contents(shape, 12, 1, count_embedding_and_head=True)]
     assert counts == [5, *[6] * 10, 5]
-    assert [holding.layers for holding in holdings(shape, 12, 1)] == [5, *[6] * 10, 5]
-    assert [holding.layers for holding in holdings(shape, 2, 1, (30, 40))] == [30, 40]
+    assert [holding.layers for holding in stage_contents(shape, 12, 1)] == [5, *[6] * 10, 5]
+    assert [holding.layers for holding in stage_contents(shape, 2, 1, (30, 40))] == [30, 40]
 
 
 def replace_layers(layers: int) -> Model:

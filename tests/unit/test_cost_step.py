@@ -2,87 +2,94 @@
 
 import time
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from danlu.cost.bubble import StageTime, pipeline_time
-from danlu.cost.calibration import calibration
-from danlu.cost.layout import Layout, layout_of
-from danlu.cost.model import flops_per_token, parameters
-from danlu.cost.overlap import exposed
-from danlu.cost.pipeline import simulate
-from danlu.cost.schedule import actions_of
-from danlu.cost.software import OURS, ZERO_1, Software
-from danlu.cost.step import Predictor, predict
-from danlu.spec.cluster import Chip, Cluster, Level
+from danlu.cost.calibration import load_calibration
+from danlu.cost.collectives import Link, Network
+from danlu.cost.overlap import exposed_time
+from danlu.cost.parallel_layout import ParallelLayout, layout_from_plan
+from danlu.cost.parameter_count import count_parameters, flops_per_token
+from danlu.cost.pipeline_formula import StageTime, pipeline_time
+from danlu.cost.pipeline_schedules import pipeline_actions
+from danlu.cost.pipeline_simulator import simulate
+from danlu.cost.software import DANLU, ZERO_1, Software
+from danlu.cost.step_prediction import Predictor, predict
+from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.load import load_cluster, load_model
 from danlu.spec.model import Model, Moe
-from danlu.spec.plan import Degrees, Pipeline, Plan, Schedule
-from danlu.spec.recipe import Batch
+from danlu.spec.plan import Degrees, PipelineConfig, PipelineSchedule, Plan
+from danlu.spec.recipe import BatchConfig
 
-LLAMA, BATCH, POD = load_model("llama3-8b"), Batch(sequences=256, length=8192), load_cluster("h100-pod")
+LLAMA, BATCH, POD = load_model("llama3-8b"), BatchConfig(sequences=256, length=8192), load_cluster("h100-pod")
 MIXTRAL = load_model("mixtral-8x7b")
 
 
-def seconds(layout: Layout, model: Model = LLAMA, software: Software = OURS, cluster: Cluster = POD) -> float:
-    return Predictor(model, BATCH, cluster, software).step(layout).seconds
+def seconds(layout: ParallelLayout, model: Model = LLAMA, software: Software = DANLU, cluster: Cluster = POD) -> float:
+    return Predictor(model, BATCH, cluster, software).predict(layout).seconds
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(shard=64, microbatches=2, reshards=True),
-        Layout(pp=4, shard=8, tp=2, microbatches=16),
-        Layout(pp=4, shard=8, tp=2, microbatches=16, schedule="interleaved", stages_per_rank=2),
-        Layout(replicate=4, shard=4, cp=2, tp=2, microbatches=4, reshards=True),
+        ParallelLayout(shard=64, microbatches=2, reshard_after_forward=True),
+        ParallelLayout(pp=4, shard=8, tp=2, microbatches=16),
+        ParallelLayout(pp=4, shard=8, tp=2, microbatches=16, schedule="interleaved", stages_per_rank=2),
+        ParallelLayout(replicate=4, shard=4, cp=2, tp=2, microbatches=4, reshard_after_forward=True),
     ],
 )
-def test_the_parts_add_up(layout: Layout) -> None:
-    found = Predictor(LLAMA, BATCH, POD).step(layout)
+def test_the_parts_add_up(layout: ParallelLayout) -> None:
+    found = Predictor(LLAMA, BATCH, POD).predict(layout)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert all(part >= 0 for part in found.parts.values())
 
 
 def test_a_step_is_never_faster_than_the_peak() -> None:
-    layout = Layout(shard=64, microbatches=2, reshards=True)
+    layout = ParallelLayout(shard=64, microbatches=2, reshard_after_forward=True)
     floor = BATCH.tokens * flops_per_token(LLAMA, BATCH.length) / (64 * POD.chip.peak["bf16"])
     assert 1.4 * floor < seconds(layout) < 3 * floor
 
 
 def test_tensor_parallelism_across_nodes_is_slow() -> None:
-    assert seconds(Layout(shard=8, tp=16, microbatches=8)) > 1.3 * seconds(Layout(shard=16, tp=8, microbatches=4))
+    assert seconds(ParallelLayout(shard=8, tp=16, microbatches=8)) > 1.3 * seconds(
+        ParallelLayout(shard=16, tp=8, microbatches=4)
+    )
 
 
 def test_a_narrow_fabric_slows_what_crosses_it() -> None:
     outer = POD.levels[1].model_copy(update={"bandwidth": POD.levels[1].bandwidth / 8})
     narrow = POD.model_copy(update={"levels": (POD.levels[0], outer, POD.levels[2])})
-    everywhere, inside = Layout(shard=256, reshards=True), Layout(replicate=32, shard=8, reshards=True)
+    everywhere, inside = (
+        ParallelLayout(shard=256, reshard_after_forward=True),
+        ParallelLayout(replicate=32, shard=8, reshard_after_forward=True),
+    )
     assert seconds(everywhere, cluster=narrow) > 1.2 * seconds(everywhere)
     # between groups half-precision gradients go twice, across all ranks parameters too
-    half = replace(OURS, gradient_bytes=2)
+    half = replace(DANLU, gradient_bytes=2)
     assert seconds(inside, cluster=narrow, software=half) < seconds(everywhere, cluster=narrow, software=half)
 
 
 def test_recompute_takes_a_third_more_and_saves_memory() -> None:
-    layout = Layout(shard=64, microbatches=2, reshards=True)
+    layout = ParallelLayout(shard=64, microbatches=2, reshard_after_forward=True)
     plain, again = (
-        Predictor(LLAMA, BATCH, POD, replace(OURS, recompute=word)).step(layout) for word in ("none", "full")
+        Predictor(LLAMA, BATCH, POD, replace(DANLU, recompute=word)).predict(layout) for word in ("none", "full")
     )
     assert 1.2 < again.seconds / plain.seconds < 1.4
     assert again.memory.activations < 0.2 * plain.memory.activations
-    assert not plain.fits(again.memory.device)
-    assert again.fits(again.memory.device)
+    assert not plain.fits(again.memory.device_bytes)
+    assert again.fits(again.memory.device_bytes)
 
 
 def test_experts_out_of_balance_cost_their_excess() -> None:
-    layout = Layout(shard=32, ep=8, microbatches=4, reshards=True)
-    even, uneven = (seconds(layout, MIXTRAL, replace(OURS, imbalance=factor)) for factor in (1.0, 1.5))
+    layout = ParallelLayout(shard=32, ep=8, microbatches=4, reshard_after_forward=True)
+    even, uneven = (seconds(layout, MIXTRAL, replace(DANLU, expert_imbalance=factor)) for factor in (1.0, 1.5))
     assert 1.1 * even < uneven < 1.5 * even
 
 
 def test_experts_in_one_node_beat_experts_across() -> None:
-    inside = Layout(shard=64, ep=8, microbatches=4, reshards=True)
-    across = inside._replace(spans=(("ep", (1, 8, 1)),))
+    inside = ParallelLayout(shard=64, ep=8, microbatches=4, reshard_after_forward=True)
+    across = inside._replace(group_shapes=(("ep", (1, 8, 1)),))
     assert seconds(across, MIXTRAL) > 1.05 * seconds(inside, MIXTRAL)
 
 
@@ -91,42 +98,42 @@ def test_a_plan_is_laid_out_as_it_says() -> None:
         degrees=Degrees(pp=4, replicate=2, shard=4, tp=8),
         mapping={"tp": {"node": 8}, "shard": {"pod": 4}},
         microbatches=32,
-        pipeline=Pipeline(schedule="interleaved", stages_per_rank=2),
+        pipeline=PipelineConfig(schedule="interleaved", stages_per_rank=2),
         recompute="full",
     )
-    layout = layout_of(plan, POD)
-    assert layout.world == 256 and layout.stages_per_rank == 2 and not layout.reshards
-    assert layout.spans == (("shard", (1, 4, 1)), ("tp", (8, 1, 1)))
+    layout = layout_from_plan(plan, POD)
+    assert layout.world == 256 and layout.stages_per_rank == 2 and not layout.reshard_after_forward
+    assert layout.group_shapes == (("shard", (1, 4, 1)), ("tp", (8, 1, 1)))
     found = predict(LLAMA, plan, BATCH, POD)
     assert found.parts["recompute"] > 0
-    assert found.seconds == Predictor(LLAMA, BATCH, POD, replace(OURS, recompute="full")).step(layout).seconds
+    assert found.seconds == Predictor(LLAMA, BATCH, POD, replace(DANLU, recompute="full")).predict(layout).seconds
 
 
 def test_a_chip_without_calibration_says_so() -> None:
     chip = Chip(name="Elixir-1", kind="cpu", memory=10**11, memory_bandwidth=2e12, peak={"bf16": 3e14})
-    level = Level(name="node", fanout=8, bandwidth=1e11, latency=1e-6)
+    level = NetworkLevel(name="node", fanout=8, bandwidth=1e11, latency=1e-6)
     found = predict(LLAMA, Plan(degrees=Degrees(shard=8)), BATCH, Cluster(name="x", chip=chip, levels=(level,)))
-    assert found.notes == ("no calibration for Elixir-1: the default efficiencies are taken",)
-    assert calibration().of("Elixir-1") == calibration().default
+    assert found.assumptions == ("no calibration for Elixir-1: using default efficiencies",)
+    assert load_calibration().efficiency_of("Elixir-1") == load_calibration().default
 
 
 def test_calibration_is_found_by_the_longest_name() -> None:
-    constants = calibration()
-    assert constants.of("A100-SXM-80GB") == constants.chips["A100"]
-    assert constants.of("GB200") == constants.chips["GB200"] != constants.chips["B200"]
-    assert constants.of("H100-SXM-80GB", native=True) == constants.chips["H100 native"]
-    assert constants.of("A100-SXM-80GB", native=True) == constants.chips["A100"]
+    constants = load_calibration()
+    assert constants.efficiency_of("A100-SXM-80GB") == constants.chips["A100"]
+    assert constants.efficiency_of("GB200") == constants.chips["GB200"] != constants.chips["B200"]
+    assert constants.efficiency_of("H100-SXM-80GB", native=True) == constants.chips["H100 native"]
+    assert constants.efficiency_of("A100-SXM-80GB", native=True) == constants.chips["A100"]
 
 
 def test_hidden_traffic_costs_its_contention() -> None:
-    assert exposed(2.0, 10.0, 0.1) == pytest.approx(0.2)
-    assert exposed(12.0, 10.0, 0.1) == pytest.approx(3.0)
+    assert exposed_time(2.0, 10.0, 0.1) == pytest.approx(0.2)
+    assert exposed_time(12.0, 10.0, 0.1) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4)])
-def test_the_closed_form_is_what_the_actions_take(schedule: Schedule, stages: int) -> None:
+def test_the_closed_form_is_what_the_actions_take(schedule: PipelineSchedule, stages: int) -> None:
     places, microbatches = 4, 16
-    order = actions_of(schedule, places=places, microbatches=microbatches, stages_per_place=stages)
+    order = pipeline_actions(schedule, pp_ranks=places, microbatches=microbatches, stages_per_rank=stages)
     durations = {
         (kind, stage): seconds for stage in range(places * stages) for kind, seconds in (("F", 1.0), ("B", 2.0))
     }
@@ -137,7 +144,7 @@ def test_the_closed_form_is_what_the_actions_take(schedule: Schedule, stages: in
 
 @pytest.mark.parametrize("heavy", [0, 1, 2, 3])
 def test_the_closed_form_with_one_slow_stage(heavy: int) -> None:
-    order = actions_of("1f1b", places=4, microbatches=32)
+    order = pipeline_actions("1f1b", pp_ranks=4, microbatches=32)
     slow = {stage: 1.5 if stage == heavy else 1.0 for stage in range(4)}
     durations = {(kind, stage): each * slow[stage] for stage in range(4) for kind, each in (("F", 1.0), ("B", 2.0))}
     exact = simulate(order, durations).total  # type: ignore[arg-type]
@@ -147,13 +154,13 @@ def test_the_closed_form_with_one_slow_stage(heavy: int) -> None:
 
 def test_the_closed_form_counts_every_way_once() -> None:
     hops = (0.1, 0.7, 0.2)
-    order = actions_of("1f1b", places=4, microbatches=1)
+    order = pipeline_actions("1f1b", pp_ranks=4, microbatches=1)
     durations = {(kind, stage): seconds for stage in range(4) for kind, seconds in (("F", 1.0), ("B", 2.0))}
     transfers = {pair: hop for rank, hop in enumerate(hops) for pair in ((rank, rank + 1), (rank + 1, rank))}
     exact = simulate(order, durations, transfers).total  # type: ignore[arg-type]
     for slowest in range(4):
         times = [
-            StageTime(1.0, 2.0 + 1e-9 * (rank == slowest), 1.0, ahead=2 * after, behind=2 * before)
+            StageTime(1.0, 2.0 + 1e-9 * (rank == slowest), 1.0, p2p_next=2 * after, p2p_previous=2 * before)
             for rank, (before, after) in enumerate(zip((0.0, *hops), (*hops, 0.0), strict=True))
         ]
         assert pipeline_time(times, 1, "1f1b", 1) == pytest.approx(exact)
@@ -161,19 +168,20 @@ def test_the_closed_form_counts_every_way_once() -> None:
 
 def test_a_pipeline_hops_over_the_level_between_two_ranks() -> None:
     inside, across = POD.levels[0].fanout, 4
-    places = Predictor(LLAMA, BATCH, POD).places(Layout(pp=across * 2, tp=inside // 2))
-    assert [places.hop(rank) for rank in range(4)] == [0, 1, 0, 1]
-    places = Predictor(LLAMA, BATCH, POD).places(Layout(pp=across, tp=inside))
-    assert [places.hop(rank) for rank in range(3)] == [1, 1, 1]
+    places = Predictor(LLAMA, BATCH, POD).groups(ParallelLayout(pp=across * 2, tp=inside // 2))
+    assert [places.p2p_level(rank) for rank in range(4)] == [0, 1, 0, 1]
+    places = Predictor(LLAMA, BATCH, POD).groups(ParallelLayout(pp=across, tp=inside))
+    assert [places.p2p_level(rank) for rank in range(3)] == [1, 1, 1]
 
 
 def test_what_the_backward_begins_with_is_not_gathered_again() -> None:
-    software = replace(OURS, hides_gradients=False)
-    layout = Layout(shard=8, microbatches=2, reshards=True)
+    software = replace(DANLU, overlap_grad_reduce=False)
+    layout = ParallelLayout(shard=8, microbatches=2, reshard_after_forward=True)
     freed, kept = (
-        Predictor(LLAMA, BATCH, POD, software).step(each).parts for each in (layout, layout._replace(reshards=False))
+        Predictor(LLAMA, BATCH, POD, software).predict(each).parts
+        for each in (layout, layout._replace(reshard_after_forward=False))
     )
-    head = LLAMA.vocabulary * LLAMA.width / parameters(LLAMA)
+    head = LLAMA.vocabulary * LLAMA.width / count_parameters(LLAMA)
     gathered = freed["gather"] - kept["gather"]
     assert gathered > 0
     assert freed["gather"] / gathered == pytest.approx((2 - head + 2) / (1 - head), rel=0.02)  # gradients are fp32
@@ -183,8 +191,11 @@ def test_slow_chips_do_not_slow_the_network() -> None:
     narrow = POD.model_copy(
         update={"levels": tuple(level.model_copy(update={"bandwidth": level.bandwidth / 16}) for level in POD.levels)}
     )
-    software, layout = replace(OURS, hides_gradients=False), Layout(shard=64, microbatches=2, reshards=True)
-    wide, slow = (Predictor(LLAMA, BATCH, cluster, software).step(layout) for cluster in (POD, narrow))
+    software, layout = (
+        replace(DANLU, overlap_grad_reduce=False),
+        ParallelLayout(shard=64, microbatches=2, reshard_after_forward=True),
+    )
+    wide, slow = (Predictor(LLAMA, BATCH, cluster, software).predict(layout) for cluster in (POD, narrow))
     assert slow.seconds > 1.5 * wide.seconds
     assert slow.parts["stragglers"] == pytest.approx(wide.parts["stragglers"])
 
@@ -198,28 +209,46 @@ def test_zero_bubble_waits_less() -> None:
 
 
 def test_a_distributed_optimizer_sends_parameters_back() -> None:
-    layout = Layout(pp=4, shard=8, tp=2, microbatches=16)
-    megatron = Software(sharding=ZERO_1, synchronises_every_microbatch=False, hides_gradients=False)
-    found = Predictor(LLAMA, BATCH, POD, megatron).step(layout)
+    layout = ParallelLayout(pp=4, shard=8, tp=2, microbatches=16)
+    megatron = Software(sharding=ZERO_1, reduce_every_microbatch=False, overlap_grad_reduce=False)
+    found = Predictor(LLAMA, BATCH, POD, megatron).predict(layout)
     assert found.parts["gradients"] == pytest.approx(2 * found.parts["parameters"], rel=0.05)  # fp32 against half
-    hidden = Predictor(LLAMA, BATCH, POD, replace(megatron, hides_gradients=True)).step(layout)
+    hidden = Predictor(LLAMA, BATCH, POD, replace(megatron, overlap_grad_reduce=True)).predict(layout)
     assert hidden.parts["gradients"] < 0.5 * found.parts["gradients"]
 
 
 def test_a_hundred_thousand_layouts_in_a_minute() -> None:
     model = LLAMA.model_copy(update={"moe": Moe(experts=64, top_k=4, width=2048)})
-    predictor = Predictor(model, Batch(sequences=1024, length=4096), POD)
+    predictor = Predictor(model, BatchConfig(sequences=1024, length=4096), POD)
     layouts = [
-        Layout(pp=pp, shard=512 // (pp * tp), tp=tp, ep=ep, microbatches=microbatches)
+        ParallelLayout(pp=pp, shard=512 // (pp * tp), tp=tp, ep=ep, microbatches=microbatches)
         for pp in (1, 2, 4, 8)
         for tp in (1, 2, 4, 8)
         for ep in (1, 2, 4, 8)
         for microbatches in (1, 2)
     ]
     for layout in layouts:
-        predictor.step(layout)
+        predictor.predict(layout)
     start = time.process_time()
     for _ in range(5):
         for layout in layouts:
-            predictor.step(layout)
+            predictor.predict(layout)
     assert (time.process_time() - start) / (5 * len(layouts)) < 600e-6
+
+
+def test_replicas_of_a_pipeline_sum_their_gradients_at_the_end_of_a_step() -> None:
+    """On one wire: scattering a whole gradient over two ranks sends half of it, summing that half over two as much."""
+
+    def sent(replicate: int) -> float:
+        """Seconds at a byte a second."""
+        layout = ParallelLayout(pp=2, shard=2, replicate=replicate, microbatches=4)
+        parts = []
+        for bandwidth in (1.0, inf):
+            predictor = Predictor(LLAMA, BATCH, POD, replace(DANLU, overlap_grad_reduce=False))
+            predictor.network = Network((Link(layout.world, bandwidth, latency=0.0),), collective_latency=0.0)
+            parts.append(predictor.predict(layout).parts["gradients"])
+        return parts[0] - parts[1]
+
+    alone = sent(replicate=1)
+    assert alone > 0
+    assert sent(replicate=2) == pytest.approx(2 * alone)

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.cost.runs import runs
-from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, Validation, validate
+from danlu.cost.runs import load_runs, original_values
+from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, ValidationReport, validate
 
 CEILINGS = {
     "fit-foundry": 5.3,
@@ -42,42 +42,42 @@ REACHED = {
 
 
 @pytest.fixture(scope="module")
-def found() -> Validation:
+def found() -> ValidationReport:
     return validate()
 
 
-def test_every_run_can_be_predicted(found: Validation) -> None:
-    assert len(found.points) == len(runs()) > 1000
-    assert all(point.prediction.seconds > 0 and not point.prediction.notes for point in found.points)
+def test_every_run_can_be_predicted(found: ValidationReport) -> None:
+    assert len(found.points) == len(load_runs()) > 1000
+    assert all(point.prediction.seconds > 0 and not point.prediction.assumptions for point in found.points)
 
 
 def test_a_layout_takes_all_chips_and_the_whole_batch() -> None:
-    for run in runs():
+    for run in load_runs():
         layout = run.layout
         assert layout.world <= run.cluster.chips, run.id
-        assert run.batch.sequences % (layout.data * layout.microbatches) == 0, run.id
+        assert run.batch.sequences % (layout.dp * layout.microbatches) == 0, run.id
 
 
 def test_nothing_is_fitted_on_what_it_is_judged_by() -> None:
-    fitted = {run.set for run in runs() if run.fit}
+    fitted = {run.set for run in load_runs() if run.is_fit_set}
     judged = {*DENSE, *MOE, *OTHER_CHIPS}
     assert not fitted & judged
-    assert judged <= {run.set for run in runs()}
-    keys = {run.id for run in runs()}
-    assert len(keys) == len(runs())
+    assert judged <= {run.set for run in load_runs()}
+    keys = {run.id for run in load_runs()}
+    assert len(keys) == len(load_runs())
 
 
 @pytest.mark.parametrize(("name", "ceiling"), CEILINGS.items())
-def test_errors_stay_below_their_ceilings(found: Validation, name: str, ceiling: float) -> None:
+def test_errors_stay_below_their_ceilings(found: ValidationReport, name: str, ceiling: float) -> None:
     score = next(score for score in found.scores if score.name == name)
     assert 100 * score.error < ceiling
 
 
-def test_bars_that_are_reached_stay_reached(found: Validation) -> None:
+def test_bars_that_are_reached_stay_reached(found: ValidationReport) -> None:
     assert {bar.name for bar in found.bars if bar.passed} >= REACHED
 
 
-def test_picks_and_memory_stay_as_good(found: Validation) -> None:
+def test_picks_and_memory_stay_as_good(found: ValidationReport) -> None:
     bars = {bar.name: bar.value for bar in found.bars}
     assert bars["rank correlation, lowest"] > 0.63
     assert bars["regret, largest"] < 5.0
@@ -85,7 +85,7 @@ def test_picks_and_memory_stay_as_good(found: Validation) -> None:
     assert bars["said to fit, did not"] <= 1
 
 
-def test_the_command_prints_tables_and_fails_while_a_bar_is_missed(tmp_path: Path, found: Validation) -> None:
+def test_the_command_prints_tables_and_fails_while_a_bar_is_missed(tmp_path: Path, found: ValidationReport) -> None:
     page = tmp_path / "page.html"
     result = CliRunner().invoke(app, ["validate", "--page", str(page)])
     assert result.exit_code == (0 if found.passed else 1), result.output
@@ -100,10 +100,42 @@ def test_the_command_speaks_to_machines() -> None:
     result = CliRunner().invoke(app, ["validate", "--json"])
     table = json.loads(result.output)
     assert {"bars", "sets", "runs", "passed"} <= set(table)
-    assert len(table["runs"]) == len(runs())
+    assert len(table["runs"]) == len(load_runs())
 
 
 def test_a_page_that_cannot_be_written_is_an_error_of_the_user(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["validate", "--page", str(tmp_path / "no" / "page.html")])
     assert result.exit_code == 2
     assert "cannot be written" in result.output
+
+
+def test_bars_are_also_given_for_runs_as_they_were_first_described(found: ValidationReport) -> None:
+    now = {bar.name: bar.value for bar in found.bars}
+    first = {bar.name: bar.value for bar in found.first_values}
+    bare = {bar.name: bar.value for bar in found.first_columns}
+    assert now.keys() == first.keys() == bare.keys()
+    assert first["memory, held out"] == pytest.approx(11.05, abs=0.2)
+    assert first["mixture of experts, held out"] == pytest.approx(19.8, abs=0.3)
+    assert (
+        bare["mixture of experts, held out"]
+        > first["mixture of experts, held out"]
+        > now["mixture of experts, held out"]
+    )
+
+
+def test_rows_that_constants_are_fitted_on_are_not_described_anew() -> None:
+    values, added = original_values()
+    assert {run.set for run in load_runs() if run.id in values}.isdisjoint(
+        {"fit-foundry", "fit-one-node", "fit-simumax"}
+    )
+    assert "engine" in added
+    changed = [
+        then for now, then in zip(load_runs(), load_runs("first values"), strict=True) if now.seconds != then.seconds
+    ]
+    assert len(changed) == 81, "step times of folding"
+
+
+def test_regret_of_small_groups_is_told(found: ValidationReport) -> None:
+    small = [group for score in found.scores for group in score.small_groups]
+    assert {group.rows for group in small} <= {3, 4, 5, 6, 7}
+    assert max(group.regret for group in small) == pytest.approx(0.22, abs=0.02)

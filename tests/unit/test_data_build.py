@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from danlu.cli.data import app
 from danlu.spec import SpecError
-from danlu.storage import file_texts, source
-from danlu.storage.build import build
-from danlu.storage.tokenizer import BytesTokenizer, FileTokenizer, open_tokenizer
-from danlu.storage.tokens import TokenShards
+from danlu.storage.data import document_reader, documents
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.token_shards import TokenShards
+from danlu.storage.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, open_tokenizer
 
 BYTES = BytesTokenizer()
 FILES = [".done", ".lock", "00000.bin", "00000.crc", "00000.ends", "edition-00000.counts", "index.json"]
@@ -48,37 +48,37 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_every_kind_of_file_in_sorted_order(corpus: Path, tmp_path: Path) -> None:
-    built = build([str(corpus)], tmp_path / "out", BYTES)
+    built = build_dataset([str(corpus)], tmp_path / "out", BYTES)
     expected = ["one", "two\nlines", "print()\n", "packed", "é", "plain 文字\r\n"]
     assert texts(tmp_path / "out") == expected
-    assert built.index.documents == 6 and not built.left_out
+    assert built.index.documents == 6 and not built.skipped
     assert built.index.tokens == sum(len(text.encode()) + 1 for text in expected)
 
 
 def test_sources_keep_the_order_given_and_are_recorded(corpus: Path, tmp_path: Path) -> None:
     sources = [str(corpus / "c.txt"), str(corpus / "a.jsonl")]
-    built = build(sources, tmp_path / "out", BYTES)
+    built = build_dataset(sources, tmp_path / "out", BYTES)
     assert texts(tmp_path / "out") == ["plain 文字\r\n", "one", "two\nlines"]
     assert built.index.sources == tuple(sources)
 
 
 def test_the_same_sources_give_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    build([str(corpus)], tmp_path / "first", BYTES, shard_tokens=7)
-    build([str(corpus)], tmp_path / "second", BYTES, shard_tokens=7)
+    build_dataset([str(corpus)], tmp_path / "first", BYTES, shard_tokens=7)
+    build_dataset([str(corpus)], tmp_path / "second", BYTES, shard_tokens=7)
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
-    build([str(corpus)], tmp_path / "whole", BYTES)
+    build_dataset([str(corpus)], tmp_path / "whole", BYTES)
     pieces = [raw for name, raw in contents(tmp_path / "first").items() if name.endswith(".bin")]
     assert b"".join(pieces) == (tmp_path / "whole" / "00000.bin").read_bytes()
 
 
 def test_shards_are_little_endian(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A")
-    build([str(tmp_path / "a.txt")], tmp_path / "out", BYTES)
+    build_dataset([str(tmp_path / "a.txt")], tmp_path / "out", BYTES)
     assert (tmp_path / "out" / "00000.bin").read_bytes() == b"A\x00\x00\x01"
 
 
 def test_unigram_loss_is_the_entropy_of_the_tokens(corpus: Path, tmp_path: Path) -> None:
-    built = build([str(corpus)], tmp_path / "out", BYTES, shard_tokens=5)
+    built = build_dataset([str(corpus)], tmp_path / "out", BYTES, shard_tokens=5)
     shards = TokenShards.open(tmp_path / "out")
     counts = Counter(shards.read(0, shards.tokens).tolist())
     by_definition = -sum(count / shards.tokens * math.log(count / shards.tokens) for count in counts.values())
@@ -90,9 +90,9 @@ def test_unigram_loss_is_the_entropy_of_the_tokens(corpus: Path, tmp_path: Path)
     [
         ('{"text": "cut', "bad JSON", "line: is not JSON"),
         ("[1]", "bad JSON", "must be an object with the field `text`"),
-        ('{"body": "x", "id": 3}', "no field", "text: is missing\n    → the line has: body, id; name one with --field"),
+        ('{"body": "x", "id": 3}', "no field", "is missing\n    → the line has: body, id; choose one with --field"),
         ('{"text": 3}', "not a text", "text: is 3, but must be a text"),
-        ('{"text": "\\ud800"}', "not Unicode", "half of a UTF-16 pair"),
+        ('{"text": "\\ud800"}', "not Unicode", "an unpaired UTF-16 surrogate"),
         (b'{"text": "\xff"}', "bad JSON", "line: is not JSON: 'utf-8' codec"),
     ],
 )
@@ -101,16 +101,16 @@ def test_a_bad_line_is_named_or_counted(tmp_path: Path, line: str | bytes, reaso
     bad = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"text": "good"}\n\n' + bad + b'\n{"text": "after"}\n')
     with pytest.raises(SpecError) as caught:
-        build([str(path)], tmp_path / "out", BYTES)
+        build_dataset([str(path)], tmp_path / "out", BYTES)
     assert f"{path}:3: " in str(caught.value) and message in str(caught.value) and "--skip-bad" in str(caught.value)
-    built = build([str(path)], tmp_path / "out", BYTES, skip_bad=True)
+    built = build_dataset([str(path)], tmp_path / "out", BYTES, skip_bad=True)
     assert texts(tmp_path / "out") == ["good", "after"]
-    assert built.left_out == {reason: 1} and built.examples[0].line == 3
+    assert built.skipped == {reason: 1} and built.skipped_examples[0].line == 3
 
 
 def test_another_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(jsonl({"body": "here", "text": "not here"}))
-    build([str(tmp_path / "a.jsonl")], tmp_path / "out", BYTES, field="body")
+    build_dataset([str(tmp_path / "a.jsonl")], tmp_path / "out", BYTES, field="body")
     assert texts(tmp_path / "out") == ["here"]
 
 
@@ -119,9 +119,9 @@ def test_broken_gzip_is_named_or_counted(tmp_path: Path) -> None:
     many = jsonl(*({"text": f"{number * 7919 % 10007}"} for number in range(5000)))
     path.write_bytes(gzip.compress(many.encode())[:-2000])
     with pytest.raises(SpecError, match=r"a\.jsonl\.gz:\d+: file: is broken gzip from here on"):
-        build([str(path)], tmp_path / "out", BYTES)
-    built = build([str(path)], tmp_path / "out", BYTES, skip_bad=True)
-    assert built.left_out == {"broken gzip": 1} and 0 < built.index.documents < 5000
+        build_dataset([str(path)], tmp_path / "out", BYTES)
+    built = build_dataset([str(path)], tmp_path / "out", BYTES, skip_bad=True)
+    assert built.skipped == {"broken gzip": 1} and 0 < built.index.documents < 5000
 
 
 def test_a_file_that_is_not_utf8_is_named_or_counted(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_file_that_is_not_utf8_is_named_or_counted(tmp_path: Path) -> None:
     (root / "good.txt").write_text("good")
     (root / "latin.txt").write_bytes(b"line\ncaf\xe9\n")
     with pytest.raises(SpecError, match=r"latin\.txt:2: file: is not UTF-8"):
-        build([str(root)], tmp_path / "out", BYTES)
-    built = build([str(root)], tmp_path / "out", BYTES, skip_bad=True)
-    assert texts(tmp_path / "out") == ["good"] and built.left_out == {"not UTF-8": 1}
+        build_dataset([str(root)], tmp_path / "out", BYTES)
+    built = build_dataset([str(root)], tmp_path / "out", BYTES, skip_bad=True)
+    assert texts(tmp_path / "out") == ["good"] and built.skipped == {"not UTF-8": 1}
 
 
 def test_what_a_folder_leaves_out_is_counted(corpus: Path, tmp_path: Path) -> None:
@@ -140,47 +140,47 @@ def test_what_a_folder_leaves_out_is_counted(corpus: Path, tmp_path: Path) -> No
     (corpus / "empty.txt").write_text("")
     (corpus / "d.jsonl").write_text(jsonl({"text": ""}))
     (corpus / "loop").symlink_to(corpus)
-    built = build([str(corpus)], tmp_path / "out", BYTES)
+    built = build_dataset([str(corpus)], tmp_path / "out", BYTES)
     assert built.index.documents == 6
-    assert built.left_out == {"hidden": 1, "empty": 2, "linked folder": 1}
+    assert built.skipped == {"hidden": 1, "empty": 2, "linked folder": 1}
 
 
 def test_missing_sources_are_all_named(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="did you mean") as caught:
-        build([str(corpus / "a.json"), "python_stdlib"], tmp_path / "out", BYTES)
+        build_dataset([str(corpus / "a.json"), "python_stdlib"], tmp_path / "out", BYTES)
     assert len(caught.value.problems) == 2 and "`python-stdlib`" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_sources_without_a_document_make_no_data_set(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(SpecError, match=r"holds no document \(left out: 1 empty\)"):
-        build([str(tmp_path / "empty.txt")], tmp_path / "out", BYTES)
+    with pytest.raises(SpecError, match=r"holds no document \(skipped: 1 empty\)"):
+        build_dataset([str(tmp_path / "empty.txt")], tmp_path / "out", BYTES)
     assert not (tmp_path / "out" / "index.json").exists()
 
 
 def test_a_document_too_long_to_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_texts, "LARGEST_DOCUMENT", 100)
+    monkeypatch.setattr(document_reader, "MAX_DOCUMENT_BYTES", 100)
     (tmp_path / "a.txt").write_text("x" * 101)
     (tmp_path / "b.jsonl").write_text(jsonl({"text": "short"}, {"text": "x" * 100}))
     with pytest.raises(SpecError, match=r"one document of 101 bytes.*\n.*as JSON lines"):
-        build([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, skip_bad=True)
+        build_dataset([str(tmp_path / "a.txt")], tmp_path / "out", BYTES, skip_bad=True)
     with pytest.raises(SpecError, match=r"b\.jsonl:2: line: is 100 bytes or longer"):
-        build([str(tmp_path / "b.jsonl")], tmp_path / "out", BYTES, skip_bad=True)
+        build_dataset([str(tmp_path / "b.jsonl")], tmp_path / "out", BYTES, skip_bad=True)
 
 
 def test_a_data_set_is_replaced_only_by_force_and_only_by_a_whole_one(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    build([str(corpus)], out, BYTES, shard_tokens=5)
+    build_dataset([str(corpus)], out, BYTES, shard_tokens=5)
     before = contents(out)
     with pytest.raises(SpecError, match=r"already holds a data set\n.*--force"):
-        build([str(corpus)], out, BYTES)
+        build_dataset([str(corpus)], out, BYTES)
     (corpus / "z.jsonl").write_text("not JSON\n")
     with pytest.raises(SpecError, match="is not JSON"):
-        build([str(corpus)], out, BYTES, shard_tokens=5, force=True)
+        build_dataset([str(corpus)], out, BYTES, shard_tokens=5, force=True)
     assert {name: raw for name, raw in contents(out).items() if name in before} == before
     (corpus / "z.jsonl").unlink()
-    build([str(corpus / "c.txt")], out, BYTES, force=True)
+    build_dataset([str(corpus / "c.txt")], out, BYTES, force=True)
     assert sorted(contents(out)) == FILES
     assert texts(out) == ["plain 文字\r\n"]
 
@@ -190,7 +190,7 @@ def test_what_a_killed_build_left_is_cleared(corpus: Path, tmp_path: Path) -> No
     out.mkdir()
     for left in ("00000.bin", "00001.bin", "00000.bin.partial", "index.json.partial"):
         (out / left).write_bytes(b"left")
-    build([str(corpus)], out, BYTES)
+    build_dataset([str(corpus)], out, BYTES)
     assert sorted(contents(out)) == FILES
 
 
@@ -199,17 +199,17 @@ def test_two_builds_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> Non
     with (tmp_path / "out" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(SpecError, match="is being written by another build"):
-            build([str(corpus)], tmp_path / "out", BYTES)
+            build_dataset([str(corpus)], tmp_path / "out", BYTES)
 
 
 def test_output_inside_its_source_is_refused(corpus: Path) -> None:
-    with pytest.raises(SpecError, match="lies inside its own source"):
-        build([str(corpus)], corpus / "shards", BYTES)
+    with pytest.raises(SpecError, match="is inside its own source"):
+        build_dataset([str(corpus)], corpus / "shards", BYTES)
 
 
 def test_progress_counts_bytes_to_the_end(corpus: Path, tmp_path: Path) -> None:
     reports: list[tuple[int, int]] = []
-    build([str(corpus)], tmp_path / "out", BYTES, lambda done, total: reports.append((done, total)))
+    build_dataset([str(corpus)], tmp_path / "out", BYTES, lambda done, total: reports.append((done, total)))
     total = sum(path.stat().st_size for path in corpus.rglob("*") if path.is_file())
     assert reports[-1] == (total, total)
 
@@ -222,10 +222,10 @@ def test_memory_is_that_of_a_batch_not_of_the_corpus(tmp_path: Path) -> None:
         for _ in range(1536):
             file.write(line)
     program = (
-        "import resource, sys; from pathlib import Path; from danlu.storage.build import build;"
-        "from danlu.storage.tokenizer import BytesTokenizer;"
+        "import resource, sys; from pathlib import Path; from danlu.storage.data.build import build_dataset;"
+        "from danlu.storage.data.tokenizer import BytesTokenizer;"
         "most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "before = most(); build([sys.argv[1]], Path(sys.argv[2]), BytesTokenizer()); print(most() - before)"
+        "before = most(); build_dataset([sys.argv[1]], Path(sys.argv[2]), BytesTokenizer()); print(most() - before)"
     )
     command = [sys.executable, "-c", program, str(path), str(tmp_path / "out")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -233,12 +233,12 @@ def test_memory_is_that_of_a_batch_not_of_the_corpus(tmp_path: Path) -> None:
 
 
 def test_python_stdlib_builds_offline_and_without_tests(tmp_path: Path) -> None:
-    built = build(["python-stdlib"], tmp_path / "out", BYTES)
+    built = build_dataset(["python-stdlib"], tmp_path / "out", BYTES)
     assert built.index.tokens > 5_000_000 and 2 < built.index.unigram_loss < 4
     assert built.index.sources[0].startswith("python-stdlib 3.")
-    listed = [file.path.parts for file in source.Documents(["python-stdlib"]).files]
+    listed = [file.path.parts for file in documents.DocumentStream(["python-stdlib"]).files]
     assert any(parts[-1] == "argparse.py" for parts in listed)
-    root = len(Path(source.sysconfig.get_path("stdlib")).parts)
+    root = len(Path(documents.sysconfig.get_path("stdlib")).parts)
     assert not any({"site-packages", "test", "__pycache__"} & set(parts[root:]) for parts in listed)
 
 
@@ -247,9 +247,9 @@ def test_python_stdlib_leaves_out_what_is_not_utf8_and_says_so(tmp_path: Path, m
     root.mkdir()
     (root / "good.py").write_text("pass\n")
     (root / "latin.py").write_bytes(b"# \xe9\n")
-    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(root))
-    built = build(["python-stdlib"], tmp_path / "out", BYTES)
-    assert texts(tmp_path / "out") == ["pass\n"] and built.left_out == {"not UTF-8": 1}
+    monkeypatch.setattr(documents.sysconfig, "get_path", lambda name: str(root))
+    built = build_dataset(["python-stdlib"], tmp_path / "out", BYTES)
+    assert texts(tmp_path / "out") == ["pass\n"] and built.skipped == {"not UTF-8": 1}
 
 
 def test_bytes_round_trip() -> None:
@@ -275,17 +275,17 @@ def tokenizer_file(path: Path, *special: str) -> Path:
 
 
 def test_a_tokenizer_file_encodes_documents_whole(tmp_path: Path) -> None:
-    tokenizer = FileTokenizer(tokenizer_file(tmp_path / "tokenizer.json", "<|endoftext|>"))
+    tokenizer = HuggingFaceTokenizer(tokenizer_file(tmp_path / "tokenizer.json", "<|endoftext|>"))
     assert (tokenizer.vocabulary, tokenizer.end_of_text) == (5, 4)
     (tmp_path / "a.jsonl").write_text(jsonl({"text": "the furnace burns the furnace"}, {"text": "burns"}))
-    built = build([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    built = build_dataset([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
     shards = TokenShards.open(tmp_path / "out")
     assert shards.read(0, shards.tokens).tolist() == [1, 2, 3, 1, 2, 4, 3, 4]
     assert built.index.dtype == "uint8" and built.index.tokenizer.startswith("tokenizer.json sha256:")
 
 
 def test_text_cannot_forge_the_end_of_text(tmp_path: Path) -> None:
-    tokenizer = FileTokenizer(tokenizer_file(tmp_path / "tokenizer.json", "<|endoftext|>"))
+    tokenizer = HuggingFaceTokenizer(tokenizer_file(tmp_path / "tokenizer.json", "<|endoftext|>"))
     assert tokenizer.end_of_text not in tokenizer.encode("the <|endoftext|> burns")
     assert tokenizer.encode("the burns").tolist() == [1, 3]
 
@@ -300,7 +300,7 @@ def test_the_end_of_text_is_found_given_or_asked_for(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="candidates: <pad>, <stop>"):
         open_tokenizer(unknown)
     several = str(tokenizer_file(tmp_path / "several.json", "</s>", "<|endoftext|>"))
-    with pytest.raises(SpecError, match="2 tokens have a usual name"):
+    with pytest.raises(SpecError, match="2 tokens look like an end of text"):
         open_tokenizer(several)
 
 
@@ -334,13 +334,13 @@ def test_the_command_builds_shows_and_verifies(corpus: Path, tmp_path: Path) -> 
     code, printed, warned, _ = run("build", corpus, "-o", out, "--skip-bad", "--shard-tokens", "10")
     assert code == 0
     assert "6 documents, 48 tokens, 5 shards in" in printed and "unigram loss" in printed
-    assert "left out: 1 bad JSON" in warned and "bad.jsonl:1" in warned
+    assert "skipped: 1 bad JSON" in warned and "bad.jsonl:1" in warned
     code, printed, _, _ = run("show", out)
     assert code == 0 and "257 (end of text: 256)" in printed and "one<|endoftext|>two\nlines<|endoftext|>" in printed
     code, printed, _, _ = run("show", out, "--json")
     assert json.loads(printed)["documents"] == 6
     code, printed, _, _ = run("verify", out)
-    assert code == 0 and "5 shards, 48 tokens: all as the index says" in printed
+    assert code == 0 and "5 shards, 48 tokens: all match the index" in printed
     raw = (out / "00000.bin").read_bytes()
     (out / "00000.bin").write_bytes(raw[::-1])
     code, _, _, error = run("verify", out)

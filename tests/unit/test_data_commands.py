@@ -1,4 +1,4 @@
-"""`danlu data append` and `danlu data at`: from a user's hands to bytes and back to text."""
+"""`danlu data append` and `danlu data locate`: from a user's hands to bytes and back to text."""
 
 import json
 import sys
@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
 from danlu.spec.load import load_recipe
-from danlu.storage.taken_up import TakenUpLog
-from danlu.storage.tokens import TokenShards
-from danlu.storage.training_data import TrainingData, keep_promises
+from danlu.storage.data.mixture_dataset import MixtureDataset, update_version_log
+from danlu.storage.data.token_shards import TokenShards
+from danlu.storage.data.version_log import DatasetVersionLog
 
 RECIPE = """\
 name = "mixed"
@@ -54,7 +54,7 @@ def danlu(*arguments: str) -> Result:
 
 
 def located(*arguments: str) -> list[dict[str, Any]]:
-    result = danlu("data", "at", *arguments, "--json")
+    result = danlu("data", "locate", *arguments, "--json")
     assert result.exit_code == 0, result.output
     answer: list[dict[str, Any]] = json.loads(result.stdout)
     return answer
@@ -85,7 +85,7 @@ def test_ranks_share_the_step(folder: Path) -> None:
     assert parts[0] == parts[1] == whole[:2] and parts[2] == parts[3] == whole[2:]
     assert (
         "must be below 4"
-        in danlu("data", "at", "mixed.toml", "--step", "1", "--plan", "plan.toml", "--rank", "4").output
+        in danlu("data", "locate", "mixed.toml", "--step", "1", "--plan", "plan.toml", "--rank", "4").output
     )
 
 
@@ -98,13 +98,13 @@ def test_a_run_is_shown_as_it_read_over_an_append(folder: Path) -> None:
     (run / "plan.toml").write_text("")
     (run / "events.jsonl").write_text("")
     recipe = load_recipe(run / "recipe.toml")
-    log = TakenUpLog(run / "data.jsonl")
-    keep_promises(log, TrainingData.of(recipe.data, 16, 5), 0)
+    log = DatasetVersionLog(run / "data.jsonl")
+    update_version_log(log, MixtureDataset.from_recipe(recipe.data, 16, 5), 0)
     before = [located("mixed", "--step", str(step)) for step in (2, 20)]
     result = danlu("data", "append", "numbers.jsonl", "-o", "words")
-    assert result.exit_code == 0 and "edition 1" in result.output
+    assert result.exit_code == 0 and "version 1" in result.output
     assert [located("mixed", "--step", str(step)) for step in (2, 20)] == before, "promised, whatever was appended"
-    keep_promises(log, TrainingData.of(recipe.data, 16, 5), 40)
+    update_version_log(log, MixtureDataset.from_recipe(recipe.data, 16, 5), 40)
     after = [located("mixed", "--step", str(step)) for step in (2, 20)]
     assert after[0] == before[0] and after[1] != before[1]
     shown = danlu("data", "show", "words").output
@@ -112,7 +112,7 @@ def test_a_run_is_shown_as_it_read_over_an_append(folder: Path) -> None:
 
 
 def test_a_table_for_people(folder: Path) -> None:
-    shown = danlu("data", "at", "mixed.toml", "--step", "1").output
+    shown = danlu("data", "locate", "mixed.toml", "--step", "1").output
     assert "step 1, all ranks" in shown and "document" in shown and "words" in shown
 
 

@@ -8,15 +8,15 @@ from made_dryruns import made_dryrun
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.cost.model import flops_per_token
-from danlu.framework import dryrun
-from danlu.framework.dryrun import dry_run, dry_runs
-from danlu.report.trace import footer, memory_table, operator_table, owner, traffic_table
+from danlu.cost.parameter_count import flops_per_token
+from danlu.dryrun import dry_run
+from danlu.dryrun.dry_run import dry_run_rank, dry_run_ranks
+from danlu.report.dryrun_tables import describe_instant, memory_table, operator_table, table_notes, traffic_table
 from danlu.spec import load_cluster
 from danlu.spec.load import load_model
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, Precision, Recipe
-from danlu.spec.trace import KINDS, DryRun, Trace
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
+from danlu.spec.trace import MEMORY_KINDS, DryRun, Trace
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
@@ -26,29 +26,29 @@ def recipe(model: str = "tiny-llama", sequences: int = 512, compute: str = "fp32
         name="dry",
         steps=1,
         model=load_model(model),
-        data=Data(shards="none"),
-        batch=Batch(sequences=sequences, length=64),
-        precision=Precision(compute=compute),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=sequences, length=64),
+        precision=PrecisionConfig(compute=compute),
     )
 
 
 @cache
 def one_rank(recompute: str = "none") -> Trace:
     """Eight sequences on one rank, run once for all tests that look at it."""
-    return dry_run(recipe(sequences=8), Plan.model_validate({"recompute": recompute}), None, 0)
+    return dry_run_rank(recipe(sequences=8), Plan.model_validate({"recompute": recompute}), None, 0)
 
 
 def total(trace: Trace, axes: str) -> int:
-    return sum(call.total for call in trace.collectives if call.axes == axes)
+    return sum(call.total_payload for call in trace.collectives if call.axes == axes)
 
 
 def held(trace: Trace, kind: str) -> int:
-    return trace.peak.held[KINDS.index(kind)]
+    return trace.peak.held[MEMORY_KINDS.index(kind)]
 
 
 def test_a_rank_of_two_thousand_is_run_here() -> None:
     plan = Plan(degrees=Degrees(replicate=2, shard=256, tp=4))
-    trace = dry_run(recipe(), plan, load_cluster("h100-pod"), rank=2047)
+    trace = dry_run_rank(recipe(), plan, load_cluster("h100-pod"), rank=2047)
     assert (trace.rank, trace.world, trace.stands_for) == (2047, 2048, 2048)
     assert trace.place == {"pp": 0, "replicate": 1, "shard": 255, "cp": 0, "tp": 3}
     levels = {call.axes: call.level for call in trace.collectives}
@@ -57,8 +57,8 @@ def test_a_rank_of_two_thousand_is_run_here() -> None:
 
 def test_sharding_divides_the_states_and_a_replica_adds_none() -> None:
     one = one_rank()
-    eight = dry_run(recipe(sequences=8), Plan(degrees=Degrees(shard=8)), None, rank=3)
-    for kind in ("parameters", "optimiser"):
+    eight = dry_run_rank(recipe(sequences=8), Plan(degrees=Degrees(shard=8)), None, rank=3)
+    for kind in ("parameters", "optimizer"):
         assert held(eight, kind) == pytest.approx(held(one, kind) / 8, rel=0.01)
     assert one.collectives == ()
 
@@ -70,19 +70,19 @@ def test_recompute_lowers_the_peak() -> None:
 
 
 def test_stages_of_a_pipeline_differ() -> None:
-    plan = Plan(degrees=Degrees(pp=4, shard=16), microbatches=8, pipeline=Pipeline(schedule="1f1b"))
-    first, last = (dry_run(recipe(), plan, None, rank) for rank in (0, 63))
+    plan = Plan(degrees=Degrees(pp=4, shard=16), microbatches=8, pipeline=PipelineConfig(schedule="1f1b"))
+    first, last = (dry_run_rank(recipe(), plan, None, rank) for rank in (0, 63))
     assert total(first, "pp") == total(last, "pp") > 0
     assert first.peak.total != last.peak.total
 
 
 def test_experts_are_routed_evenly_and_exchanged_among_the_ranks_that_hold_them() -> None:
     plan = Plan(degrees=Degrees(shard=64, ep=8))
-    trace = dry_run(recipe("tiny-moe"), plan, None, rank=63)
+    trace = dry_run_rank(recipe("tiny-moe"), plan, None, rank=63)
     exchanges = [call for call in trace.collectives if call.operation == "all_to_all" and call.dtype == "float32"]
     copies, width, layers = 512 // 64 * 64 * 2, 64, 3
     assert {call.axes for call in exchanges} == {"ep"}
-    assert [call.size for call in exchanges] == [copies * width * 4]
+    assert [call.payload for call in exchanges] == [copies * width * 4]
     assert sum(call.count for call in exchanges) == 4 * layers, "there and back, forward and backward"
     assert trace.place["ep"] == 7
 
@@ -91,19 +91,19 @@ def test_experts_are_routed_evenly_and_exchanged_among_the_ranks_that_hold_them(
 def test_flops_are_those_of_the_mathematics_and_divide_over_the_ranks(degrees: Degrees) -> None:
     made = recipe(sequences=8)
     plan = Plan(degrees=degrees, microbatches=2)
-    places = [dry_run(made, plan, None, place * degrees.stage) for place in range(degrees.pp)]
+    places = [dry_run_rank(made, plan, None, place * degrees.ranks_per_stage) for place in range(degrees.pp)]
     model, length = made.model, made.batch.length
     needed = flops_per_token(model, length) * made.batch.tokens
     # Elementwise work is not counted. A norm's parameter is not multiplied by a matrix, attention takes five products
     # backward instead of four, and the diagonal belongs to a causal half.
     norms = 6 * made.batch.tokens * model.width * (2 * model.layers + 1)
-    attention = 2 * made.batch.tokens * model.layers * model.heads * model.head * (length + 1) / 2
+    attention = 2 * made.batch.tokens * model.layers * model.heads * model.head_dim * (length + 1) / 2
     expected = needed - norms + attention * (2 + 5) - attention * 6 * length / (length + 1)
-    assert sum(trace.flops for trace in places) * degrees.stage == pytest.approx(expected, rel=1e-9)
+    assert sum(trace.flops for trace in places) * degrees.ranks_per_stage == pytest.approx(expected, rel=1e-9)
 
 
 def test_operators_are_told_by_module_and_phase() -> None:
-    trace = dry_run(recipe(sequences=8, compute="bf16"), Plan(degrees=Degrees(tp=2), recompute="full"), None, 0)
+    trace = dry_run_rank(recipe(sequences=8, compute="bf16"), Plan(degrees=Degrees(tp=2), recompute="full"), None, 0)
     products = {
         phase: next(o for o in trace.operators if (o.name, o.module, o.phase) == ("aten.mm", "blocks.*.mlp.up", phase))
         for phase in ("forward", "recompute", "backward")
@@ -115,7 +115,7 @@ def test_operators_are_told_by_module_and_phase() -> None:
     assert forward.flops == 2 * tokens * width * hidden
     assert forward.bytes == 2 * (tokens * width + width * hidden + tokens * hidden)
     assert forward.count == load_model("tiny-llama").layers == products["recompute"].count
-    assert {operator.module for operator in trace.operators if operator.phase == "optimiser"} == {""}
+    assert {operator.module for operator in trace.operators if operator.phase == "optimizer"} == {""}
     assert not any("view" in operator.name or operator.name == "aten.empty" for operator in trace.operators)
 
 
@@ -132,11 +132,11 @@ def test_what_is_recomputed_computes_the_same_again() -> None:
     assert flops(plain, "recompute") == 0
 
 
-def test_gradients_wait_for_the_optimiser_and_are_told_from_activations() -> None:
-    trace = dry_run(recipe(sequences=8), Plan(degrees=Degrees(shard=4)), None, 0)
-    parameters, gradients = KINDS.index("parameters"), KINDS.index("gradients")
-    after = next(instant for instant in trace.memory if instant.phase == "optimiser")
-    assert after.held[gradients] == after.held[parameters], "the shards of all, before the optimiser has taken them"
+def test_gradients_wait_for_the_optimizer_and_are_told_from_activations() -> None:
+    trace = dry_run_rank(recipe(sequences=8), Plan(degrees=Degrees(shard=4)), None, 0)
+    parameters, gradients = MEMORY_KINDS.index("parameters"), MEMORY_KINDS.index("gradients")
+    after = next(instant for instant in trace.memory if instant.phase == "optimizer")
+    assert after.held[gradients] == after.held[parameters], "the shards of all, before the optimizer has taken them"
     assert trace.memory[0].held[gradients] == 0
     during = max(instant.held[gradients] for instant in trace.memory if instant.phase == "backward")
     assert during > after.held[gradients], "whole gradients of a layer, until they are reduced"
@@ -148,25 +148,25 @@ def test_the_timeline_is_short_and_has_the_peak() -> None:
     assert trace.peak in trace.memory
     assert trace.peak.total == max(instant.total for instant in trace.memory)
     assert [instant.at for instant in trace.memory] == sorted(instant.at for instant in trace.memory)
-    assert {instant.phase for instant in trace.memory} == {"forward", "recompute", "backward", "optimiser"}
+    assert {instant.phase for instant in trace.memory} == {"forward", "recompute", "backward", "optimizer"}
 
 
 def test_compiled_blocks_are_run_as_written_and_a_note_says_so() -> None:
-    compiled = dry_runs(recipe(sequences=8), Plan(compile=True), None, [0])
+    compiled = dry_run_ranks(recipe(sequences=8), Plan(compile=True), None, [0])
     assert compiled.traces[0].operators == one_rank().operators
     assert [note.split(":")[0] for note in compiled.notes] == ["`compile` is true"]
 
 
 def test_the_tables_have_every_byte_and_name_the_peak() -> None:
-    run = dry_runs(recipe(sequences=8), Plan(degrees=Degrees(shard=4, tp=2)), load_cluster("h100-pod"), [0])
+    run = dry_run_ranks(recipe(sequences=8), Plan(degrees=Degrees(shard=4, tp=2)), load_cluster("h100-pod"), [0])
     (trace,) = run.traces
     assert run.notes == ()
     assert traffic_table(trace).row_count == len({(call.axes, call.operation) for call in trace.collectives})
     assert operator_table(trace).row_count == 10
     kinds = sum(1 for size in trace.peak.held if size)
     assert memory_table(run).row_count == kinds + 2
-    assert owner(trace.peak) == f"{trace.peak.phase} of {trace.peak.module}, microbatch 0"
-    assert owner(trace.peak) in footer(run)[0]
+    assert describe_instant(trace.peak) == f"{trace.peak.phase} of {trace.peak.module}, microbatch 0"
+    assert table_notes(run)[0] == "computed in fp32" and describe_instant(trace.peak) in table_notes(run)[1]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_command_asks_for_the_ranks_that_were_named(
         asked.append(numbers)
         return made_dryrun()
 
-    monkeypatch.setattr(dryrun, "dry_runs", note)
+    monkeypatch.setattr(dry_run, "dry_run_ranks", note)
     (tmp_path / "plan.toml").write_text("microbatches = 2\n[degrees]\npp = 2\nshard = 2\ntp = 2\n")
     command = ["dryrun", str(QUICKSTART), "--plan", str(tmp_path / "plan.toml"), "--ranks", ranks, "--json"]
     result = CliRunner().invoke(app, command)

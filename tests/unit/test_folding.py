@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from danlu.framework.dryrun import dry_run
-from danlu.framework.folding import NotAlikeError, find_fold, fold
-from danlu.framework.step_record import StepRecord
+from danlu.dryrun.dry_run import dry_run_rank
+from danlu.dryrun.layer_extrapolation import LayerMismatchError, extrapolate_step, find_extrapolation
+from danlu.dryrun.step_record import StepRecord
 from danlu.spec.load import load_model
-from danlu.spec.plan import Degrees, Pipeline, Plan
-from danlu.spec.recipe import Batch, Data, LayerPrecision, Precision, Recipe
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, LayerPrecision, PrecisionConfig, Recipe
 from danlu.spec.trace import Trace
 
 
@@ -22,18 +22,18 @@ def recipe(model: str, layers: int, dense: int = 0, **settings: Any) -> Recipe:
         name=model,
         steps=1,
         model=shape,
-        data=Data(shards="none"),
-        batch=Batch(sequences=16, length=32),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=16, length=32),
         **settings,
     )
 
 
 def plan(schedule: Any = "1f1b", per_rank: int = 1, **settings: Any) -> Plan:
     degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
-    return Plan(degrees=degrees, pipeline=Pipeline(schedule=schedule, stages_per_rank=per_rank), **settings)
+    return Plan(degrees=degrees, pipeline=PipelineConfig(schedule=schedule, stages_per_rank=per_rank), **settings)
 
 
-BF16 = Precision(compute="bf16")
+BF16 = PrecisionConfig(compute="bf16")
 FIRST_IN_BF16 = LayerPrecision(match="blocks.1", compute="bf16")
 CASES = {
     "fsdp": (recipe("tiny-llama", 8), plan(shard=4, microbatches=2), 0, 4),
@@ -62,7 +62,7 @@ def collectives(trace: Trace) -> Counter[Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_folded_step_is_the_whole_step(case: str) -> None:
     made, its_plan, rank, layers = CASES[case]
-    folded, whole = (dry_run(made, its_plan, None, rank, whole=each) for each in (False, True))
+    folded, whole = (dry_run_rank(made, its_plan, None, rank, all_layers=each) for each in (False, True))
     assert (folded.folded, whole.folded) == (layers, 0)
     assert collectives(folded) == collectives(whole)
     assert operators(folded) == operators(whole)
@@ -77,28 +77,30 @@ def test_a_folded_step_is_the_whole_step(case: str) -> None:
         (recipe("tiny-llama", 7), plan(shard=2)),
         (recipe("tiny-llama", 28), plan("interleaved", 7, pp=2, microbatches=4)),
         (
-            recipe("tiny-llama", 16, precision=Precision(layers=(LayerPrecision(match="blocks.1", compute="bf16"),))),
+            recipe(
+                "tiny-llama", 16, precision=PrecisionConfig(layers=(LayerPrecision(match="blocks.1", compute="bf16"),))
+            ),
             plan(),
         ),
     ],
     ids=["few layers", "few on every stage", "layers chosen by number"],
 )
 def test_what_saves_nothing_or_goes_by_numbers_is_run(made: Recipe, its_plan: Plan) -> None:
-    assert find_fold(made, its_plan, place=0) is None
+    assert find_extrapolation(made, its_plan, pp_rank=0) is None
 
 
 def test_layers_that_differ_are_not_taken_for_alike() -> None:
-    from danlu.framework import dryrun
+    from danlu.dryrun import dry_run
 
     made, its_plan = recipe("tiny-llama", 12), plan()
-    found = find_fold(made, its_plan, place=0)
+    found = find_extrapolation(made, its_plan, pp_rank=0)
     assert found is not None
     records: list[StepRecord] = []
-    with dryrun._fake_mesh(made, its_plan, None, 0) as mesh:
+    with dry_run._fake_mesh(made, its_plan, None, 0) as mesh:
         for shortened, _ in (found.short, found.long):
-            records.append(dryrun._dry_record(shortened, mesh, None))
-        wider = found.long[0].model_copy(update={"batch": Batch(sequences=32, length=32)})
-        other = dryrun._dry_record(wider, mesh, None)
-    fold(*records, found)
-    with pytest.raises(NotAlikeError):
-        fold(records[0], other, found)
+            records.append(dry_run._record_step(shortened, mesh, None))
+        wider = found.long[0].model_copy(update={"batch": BatchConfig(sequences=32, length=32)})
+        other = dry_run._record_step(wider, mesh, None)
+    extrapolate_step(*records, found)
+    with pytest.raises(LayerMismatchError):
+        extrapolate_step(records[0], other, found)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from danlu.cli.follow import follow
-from danlu.report import Live
+from danlu.cli.follow_job import follow_job
+from danlu.report import ProgressDisplay
 from danlu.scheduler import JobStatus, SlurmError
-from danlu.spec import RunFolder
+from danlu.spec import EndEvent, RunFolder
 
 
 class TestFollow:
@@ -31,8 +31,8 @@ class TestFollow:
             now[0] += seconds
 
         try:
-            outcome: int | SlurmError = follow(
-                7, run, Live(run, console), console, ask, clock=lambda: now[0], sleep=sleep
+            outcome: int | SlurmError = follow_job(
+                7, run, ProgressDisplay(run, console), console, ask, clock=lambda: now[0], sleep=sleep
             )
         except SlurmError as error:
             outcome = error
@@ -56,6 +56,13 @@ class TestFollow:
         outcome, shown = self.told(run, [self.status("RUNNING"), self.status("FAILED", "NonZeroExitCode", code=3)])
         assert outcome == 3
         assert "ended as FAILED with exit code 3" in shown and "task 3: Exited" in shown and "first words" not in shown
+
+    def test_a_run_that_was_stopped_is_no_failure_and_no_success(self, tmp_path: Path) -> None:
+        run = RunFolder(tmp_path)
+        run.events.write_text(EndEvent(time=1.0, step=4, outcome="stopped").model_dump_json() + "\n")
+        outcome, shown = self.told(run, [self.status("RUNNING"), self.status("FAILED", "NonZeroExitCode", code=3)])
+        assert outcome == 3
+        assert "ended as FAILED" not in shown and "stopped" in shown
 
     def test_a_controller_that_is_away_for_a_while_does_not_end_the_wait(self, tmp_path: Path) -> None:
         away = SlurmError("Unable to contact slurm controller")

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.storage import hashing
-from danlu.storage.hashing import Native, Portable, copy_and_hash, crc32c, hashing_is_native
-from danlu.storage.native import NoNativeError, load
+from danlu.storage.store import checksum
+from danlu.storage.store.checksum import NativeCrc32c, PortableCrc32c, copy_with_crc32c, crc32c, crc32c_is_native
+from danlu.storage.store.native import NativeUnavailableError, load_library
 
 RFC_3720 = [
     (bytes(32), 0x8A9136AA),
@@ -25,26 +25,26 @@ RFC_3720 = [
     (b"123456789", 0xE3069283),
     (b"", 0),
 ]
-WAYS = {"native": Native, "portable": Portable}
+WAYS = {"native": NativeCrc32c, "portable": PortableCrc32c}
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     made = WAYS[request.param]()
-    monkeypatch.setattr(hashing, "_hashing", lambda: made)
+    monkeypatch.setattr(checksum, "_crc32c_backend", lambda: made)
     return str(request.param)
 
 
 def test_this_machine_has_the_native_way() -> None:
     """Every machine the tests are run on has a compiler: CI installs one."""
-    assert hashing_is_native()
+    assert crc32c_is_native()
 
 
 @pytest.mark.parametrize(("data", "expected"), RFC_3720)
 def test_vectors_of_the_standard(way: str, data: bytes, expected: int) -> None:
     assert crc32c(data) == expected
     target = bytearray(len(data))
-    assert copy_and_hash(data, target) == expected
+    assert copy_with_crc32c(data, target) == expected
     assert target == data
 
 
@@ -62,7 +62,7 @@ LENGTHS = st.one_of(st.integers(0, 10_000), st.integers((1 << 20) - 70, (1 << 20
 @settings(max_examples=60, deadline=None)
 @given(length=LENGTHS, from_border=st.integers(0, 130), to_border=st.integers(0, 130), seed=st.integers(0, 2**32))
 def test_any_length_and_alignment(
-    made: Native | Portable, length: int, from_border: int, to_border: int, seed: int
+    made: NativeCrc32c | PortableCrc32c, length: int, from_border: int, to_border: int, seed: int
 ) -> None:
     """Also that not one byte beside the target is touched."""
     origin = memoryview(mmap.mmap(-1, length + 131))
@@ -92,19 +92,19 @@ def test_every_single_flipped_bit_shows() -> None:
 def test_what_cannot_be_copied_is_refused() -> None:
     both = bytearray(100)
     with pytest.raises(ValueError, match="10 bytes of `source`, but has 11"):
-        copy_and_hash(bytes(10), bytearray(11))
+        copy_with_crc32c(bytes(10), bytearray(11))
     with pytest.raises(ValueError, match="read-only"):
-        copy_and_hash(bytes(10), bytes(10))
+        copy_with_crc32c(bytes(10), bytes(10))
     with pytest.raises(ValueError, match="overlap"):
-        copy_and_hash(memoryview(both)[:60], memoryview(both)[40:])
+        copy_with_crc32c(memoryview(both)[:60], memoryview(both)[40:])
     with pytest.raises(ValueError, match="contiguous"):
-        copy_and_hash(memoryview(both)[::2], bytearray(50))
+        copy_with_crc32c(memoryview(both)[::2], bytearray(50))
 
 
 def test_arrays_of_any_dtype_are_taken() -> None:
     values = np.arange(1000, dtype=np.float32).reshape(10, 100)
     copy = np.zeros_like(values)
-    assert copy_and_hash(memoryview(values), memoryview(copy)) == google_crc32c.value(values.tobytes())
+    assert copy_with_crc32c(memoryview(values), memoryview(copy)) == google_crc32c.value(values.tobytes())
     assert np.array_equal(values, copy)
 
 
@@ -121,7 +121,7 @@ def test_other_threads_run_meanwhile() -> None:
     thread = threading.Thread(target=tick)
     thread.start()
     began = time.monotonic()
-    copy_and_hash(memoryview(source), memoryview(target))
+    copy_with_crc32c(memoryview(source), memoryview(target))
     ended = time.monotonic()
     done.set()
     thread.join()
@@ -133,11 +133,11 @@ def test_other_threads_run_meanwhile() -> None:
 
 def test_the_library_is_made_once_and_kept_private(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    load("copy_hash", cache)
+    load_library("copy_hash", cache)
     (library,) = cache.iterdir()
     made = library.stat()
     assert made.st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
-    load("copy_hash", cache)
+    load_library("copy_hash", cache)
     assert library.stat().st_mtime_ns == made.st_mtime_ns
 
 
@@ -150,27 +150,27 @@ def _replace(library: Path) -> None:
 
 def test_a_library_somebody_else_may_write_is_not_loaded(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    load("copy_hash", cache)
+    load_library("copy_hash", cache)
     (library,) = cache.iterdir()
     _replace(library)
     library.chmod(0o777)
-    assert isinstance(load("copy_hash", cache), ctypes.CDLL)
+    assert isinstance(load_library("copy_hash", cache), ctypes.CDLL)
     assert library.stat().st_mode & 0o077 == 0
     cache.chmod(0o777)
     _replace(library)
-    assert isinstance(load("copy_hash", cache), ctypes.CDLL)  # made elsewhere
+    assert isinstance(load_library("copy_hash", cache), ctypes.CDLL)  # made elsewhere
     assert library.read_bytes() == b"not what was compiled"
 
 
 def test_a_link_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    load("copy_hash", cache)
+    load_library("copy_hash", cache)
     (library,) = cache.iterdir()
     other = tmp_path / "other.so"
     other.write_bytes(b"not what was compiled")
     library.unlink()
     library.symlink_to(other)
-    load("copy_hash", cache)
+    load_library("copy_hash", cache)
     assert not library.is_symlink()
     assert other.read_bytes() == b"not what was compiled"
 
@@ -179,22 +179,22 @@ def test_a_link_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
     ("compiler", "reason"), [(("no-such-compiler",), "no C compiler"), (("false",), "failed"), (("true",), "loaded")]
 )
 def test_no_compiler_is_told_with_its_reason(tmp_path: Path, compiler: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(NoNativeError, match=reason):
-        load("copy_hash", tmp_path / "cache", compiler)
+    with pytest.raises(NativeUnavailableError, match=reason):
+        load_library("copy_hash", tmp_path / "cache", compiler)
 
 
 def test_the_slow_way_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> ctypes.CDLL:
-        raise NoNativeError("there is no C compiler `cc`")
+        raise NativeUnavailableError("there is no C compiler `cc`")
 
-    monkeypatch.setattr(hashing, "load", refuse)
-    hashing._hashing.cache_clear()
+    monkeypatch.setattr(checksum, "load_library", refuse)
+    checksum._crc32c_backend.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=r"no C compiler.*twice as long"):
             assert crc32c(b"123456789") == 0xE3069283
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert copy_and_hash(b"123456789", bytearray(9)) == 0xE3069283
-            assert not hashing_is_native()
+            assert copy_with_crc32c(b"123456789", bytearray(9)) == 0xE3069283
+            assert not crc32c_is_native()
     finally:
-        hashing._hashing.cache_clear()
+        checksum._crc32c_backend.cache_clear()

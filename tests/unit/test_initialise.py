@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from danlu.framework.initialise import _global_index, _key, _normal, initialise
+from danlu.framework.init_weights import _global_index, _key, _normal, init_weights
 from danlu.framework.transformer import Decoder
 from danlu.spec.load import load_model
 from danlu.spec.model import Model
@@ -69,7 +69,7 @@ def test_a_name_and_a_seed_are_not_mixed_up() -> None:
 
 def filled(model: Model, seed: int = 0) -> dict[str, Tensor]:
     made = Decoder(model)
-    initialise([made], model, seed)
+    init_weights([made], model, seed)
     return {name: parameter.detach() for name, parameter in made.named_parameters()}
 
 
@@ -100,7 +100,7 @@ def test_a_stage_gets_the_values_of_the_whole_model() -> None:
     model = load_model("tiny-moe")
     everything = filled(model)
     stage = Decoder(model, [2, 3], first=False, last=True)
-    initialise([stage], model, 0)
+    init_weights([stage], model, 0)
     for name, parameter in stage.named_parameters():
         assert torch.equal(parameter, everything[name]), name
 
@@ -110,6 +110,6 @@ def test_buffers_left_empty_by_a_meta_build_are_cleared() -> None:
     made = Decoder(model)
     for buffer in made.buffers():
         buffer.fill_(float("nan"))
-    initialise([made], model, 0)
+    init_weights([made], model, 0)
     assert all((buffer == 0).all() for buffer in made.buffers())
     assert list(made.buffers()), "the model has buffers at all"

@@ -7,16 +7,16 @@ from math import gcd, prod
 import numpy as np
 import pytest
 
-from danlu.comm.layout import Ranks, dense_layout, dense_ranks, expert_layout, expert_ranks
-from danlu.spec import Chip, Cluster, Degrees, Level, Plan, load_cluster
-from danlu.spec.placing import EXPERT_AXES, UnplaceableError, bands, joining_level
+from danlu.comm.rank_layout import RankArray, dense_layout, dense_ranks, expert_layout, expert_ranks
+from danlu.spec import Chip, Cluster, Degrees, NetworkLevel, Plan, load_cluster
 from danlu.spec.plan import DENSE_AXES, Axis
+from danlu.spec.rank_placement import EXPERT_AXES, PlacementError, innermost_common_level, placement_levels
 
 
 def cluster(**fanouts: int) -> Cluster:
     """A network by its fan-outs, innermost level first."""
     chip = Chip(name="c", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0})
-    levels = [Level(name=name, fanout=fanout, bandwidth=1.0, latency=0.0) for name, fanout in fanouts.items()]
+    levels = [NetworkLevel(name=name, fanout=fanout, bandwidth=1.0, latency=0.0) for name, fanout in fanouts.items()]
     return Cluster(name="made up", chip=chip, levels=tuple(levels))
 
 
@@ -24,7 +24,7 @@ def plan(mapping: dict[Axis, dict[str, int]] | None = None, **degrees: int) -> P
     return Plan(degrees=Degrees(**degrees), mapping=mapping or {})
 
 
-def along(ranks: Ranks, axes: tuple[str, ...], axis: str) -> list[list[int]]:
+def along(ranks: RankArray, axes: tuple[str, ...], axis: str) -> list[list[int]]:
     """The groups of an axis, each in the order of its ranks."""
     groups = np.moveaxis(ranks, axes.index(axis), -1).reshape(-1, ranks.shape[axes.index(axis)])
     return [[int(rank) for rank in group] for group in groups]
@@ -90,9 +90,9 @@ def test_fewer_ranks_than_chips_take_the_inner_levels_first() -> None:
 # --- levels filled in part
 
 
-def level_of(ranks: Ranks, axes: tuple[str, ...], axis: str, network: Cluster) -> set[str]:
+def level_of(ranks: RankArray, axes: tuple[str, ...], axis: str, network: Cluster) -> set[str]:
     """The levels that the groups of an axis cross."""
-    return {joining_level(group, ranks.size, network) for group in along(ranks, axes, axis)}
+    return {innermost_common_level(group, ranks.size, network) for group in along(ranks, axes, axis)}
 
 
 def test_sixteen_thousand_ranks_take_five_pods_and_a_third() -> None:
@@ -100,7 +100,7 @@ def test_sixteen_thousand_ranks_take_five_pods_and_a_third() -> None:
     made = plan(pp=16, replicate=16, shard=8, tp=8)
     ranks = dense_ranks(made, h100)
     assert ranks.reshape(-1).tolist() == list(range(16_384)), "the natural order: tp innermost, the pipeline outermost"
-    assert [(band.name, band.ranks) for band in bands(made, h100)] == [("node", 8), ("pod and fabric", 2048)]
+    assert [(band.name, band.ranks) for band in placement_levels(made, h100)] == [("node", 8), ("pod and fabric", 2048)]
     assert level_of(ranks, DENSE_AXES, "tp", h100) == {"node"}
     assert level_of(ranks, DENSE_AXES, "shard", h100) == {"pod"}
     # A stage of 128 nodes never lies across two pods of 384; of the pipeline's neighbours every third pair does.
@@ -112,7 +112,9 @@ def test_a_group_across_the_border_of_two_pods_crosses_the_fabric() -> None:
     h100 = load_cluster("h100-pod")
     ranks = dense_ranks(plan(pp=16, shard=100, tp=8), h100)
     assert along(ranks, DENSE_AXES, "shard")[0] == list(range(0, 800, 8)), "a shard group is a hundred nodes in a row"
-    across = [stage for stage in range(16) if joining_level(ranks[stage].reshape(-1), ranks.size, h100) == "fabric"]
+    across = [
+        stage for stage in range(16) if innermost_common_level(ranks[stage].reshape(-1), ranks.size, h100) == "fabric"
+    ]
     # Pods end after nodes 384, 768, 1,152 and 1,536.
     assert across == [3, 7, 11, 15]
 
@@ -120,33 +122,37 @@ def test_a_group_across_the_border_of_two_pods_crosses_the_fabric() -> None:
 def test_a_mapping_splits_the_levels_that_are_filled_in_part() -> None:
     h100 = load_cluster("h100-pod")
     inside = plan({"tp": {"node": 8}, "pp": {"pod": 16}}, pp=16, replicate=16, shard=8, tp=8)
-    assert [band.ranks for band in bands(inside, h100)] == [8, 128, 16], "blocks of 128 nodes, three of them a pod"
+    assert [band.ranks for band in placement_levels(inside, h100)] == [8, 128, 16], (
+        "blocks of 128 nodes, three of them a pod"
+    )
     ranks = dense_ranks(inside, h100)
     assert level_of(ranks, DENSE_AXES, "pp", h100) == {"pod"}
     assert level_of(ranks, DENSE_AXES, "replicate", h100) == {"fabric"}
-    with pytest.raises(UnplaceableError, match=r"`mapping.shard.pod` must divide the 128 ranks left there, but is 256"):
+    with pytest.raises(PlacementError, match=r"`mapping.shard.pod` must divide the 128 free ranks there, but is 256"):
         dense_ranks(plan({"shard": {"pod": 256}}, pp=8, shard=256, tp=8), h100)
 
 
 def test_some_chips_of_one_node_are_enough() -> None:
     assert dense_ranks(plan(shard=3), cluster(node=4, fabric=2)).reshape(-1).tolist() == [0, 1, 2]
-    assert joining_level([0, 2], 3, cluster(node=4, fabric=2)) == "node"
+    assert innermost_common_level([0, 2], 3, cluster(node=4, fabric=2)) == "node"
 
 
 def test_nodes_hold_equal_numbers_and_levels_follow() -> None:
     network = cluster(node=4, pod=3, fabric=2)
-    assert joining_level([0, 1], 6, network) == "node", "two on each of three nodes"
-    assert joining_level([0, 2], 6, network) == "pod"
-    assert joining_level([0, 9], 10, network) == "fabric", "two on each of five nodes, the fourth in the second pod"
+    assert innermost_common_level([0, 1], 6, network) == "node", "two on each of three nodes"
+    assert innermost_common_level([0, 2], 6, network) == "pod"
+    assert innermost_common_level([0, 9], 10, network) == "fabric", (
+        "two on each of five nodes, the fourth in the second pod"
+    )
 
 
 # --- errors
 
 
 def test_ranks_that_find_no_node_are_refused() -> None:
-    with pytest.raises(UnplaceableError, match=r"5 ranks must .* at most 2 nodes of 4 .* take 5 nodes .* such as 4"):
+    with pytest.raises(PlacementError, match=r"5 ranks must .* at most 2 nodes of 4 .* take 5 nodes .* such as 4"):
         dense_ranks(plan(shard=5), cluster(node=4, fabric=2))
-    with pytest.raises(UnplaceableError, match=r"must be at most the 8 chips of cluster 'made up', but is 16 instead"):
+    with pytest.raises(PlacementError, match=r"must be at most the 8 chips of cluster 'made up', but is 16 instead"):
         dense_ranks(plan(shard=16), cluster(node=4, fabric=2))
 
 
@@ -158,19 +164,19 @@ def test_ranks_that_find_no_node_are_refused() -> None:
             r"`mapping.tp` must lie on levels node, fabric with .*product.* 4, but is \{'rack': 4\}",
         ),
         ({"tp": {"node": 2}}, r"product.* 4, but is \{'node': 2\}"),
-        ({"tp": {"fabric": 4}}, r"`mapping.tp.fabric` must divide the 2 ranks left there, but is 4"),
-        ({"shard": {"node": 2}, "tp": {"node": 4}}, r"`mapping.tp.node` must divide the 2 ranks left there"),
+        ({"tp": {"fabric": 4}}, r"`mapping.tp.fabric` must divide the 2 free ranks there, but is 4"),
+        ({"shard": {"node": 2}, "tp": {"node": 4}}, r"`mapping.tp.node` must divide the 2 free ranks there"),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused(mapping: dict[Axis, dict[str, int]], message: str) -> None:
-    with pytest.raises(UnplaceableError, match=message):
+    with pytest.raises(PlacementError, match=message):
         dense_ranks(plan(mapping, shard=2, tp=4), cluster(node=4, fabric=2))
 
 
 def test_experts_that_do_not_fold_are_refused() -> None:
-    with pytest.raises(UnplaceableError, match=r"axis ep of 3 ranks .* a factor of 3 finds no place"):
+    with pytest.raises(PlacementError, match=r"axis ep of 3 ranks .* a factor of 3 cannot be placed"):
         expert_ranks(plan(shard=8, ep=3))
-    with pytest.raises(UnplaceableError, match=r"`mapping.ep.fabric` must divide the 1 ranks left there"):
+    with pytest.raises(PlacementError, match=r"`mapping.ep.fabric` must divide the 1 free ranks there"):
         expert_ranks(plan({"ep": {"fabric": 2}}, pp=2, shard=4, ep=2), cluster(node=4, fabric=2))
 
 
@@ -195,7 +201,7 @@ def primes(number: int) -> Iterable[int]:
 
 
 def random_case(dice: random.Random) -> tuple[Plan, Cluster]:
-    """A cluster, degrees that fill it, and for some of the dense axes a place that leaves room for the others."""
+    """A cluster, degrees that fill it, and for some of the dense axes a placement that leaves room for the others."""
     fanouts = [dice.choice([1, 2, 3, 4, 6, 8]) for _ in range(dice.randint(1, 3))]
     network = cluster(**{f"level{number}": fanout for number, fanout in enumerate(fanouts)})
     by_level = [factors(fanout, len(DENSE_AXES), dice) for fanout in fanouts]
@@ -229,19 +235,19 @@ def test_every_plan_that_fits_places_every_rank_once_and_both_meshes_agree() -> 
                 assert set(dense[stage, replica].reshape(-1)) == set(expert[stage, replica].reshape(-1))
         for rank in {0, world // 3, world - 1}:
             for layout, ranks in ((dense_layout(made, network), dense), (expert_layout(made, network), expert)):
-                place = layout.place(rank)
+                place = layout.coordinates(rank)
                 assert ranks[tuple(place[axis] for axis in layout.axes)] == rank
                 chosen = [axis for axis in layout.axes if dice.random() < 0.5]
                 others = tuple(slice(None) if axis in chosen else place[axis] for axis in layout.axes)
-                assert layout.along(rank, chosen).tolist() == ranks[others].tolist()
+                assert layout.ranks_along(rank, chosen).tolist() == ranks[others].tolist()
         for axis, where in made.mapping.items():
             assert_on_its_levels(expert if axis == "ep" else dense, axis, where, network)
             mapped += 1
     assert mapped > 300, "the cases must try mappings"
 
 
-def assert_on_its_levels(ranks: Ranks, axis: str, where: dict[str, int], network: Cluster) -> None:
-    """On every level, a group of the axis takes as many places as the mapping says."""
+def assert_on_its_levels(ranks: RankArray, axis: str, where: dict[str, int], network: Cluster) -> None:
+    """On every level, a group of the axis takes as many ranks as the mapping says."""
     sizes = [level.fanout for level in network.levels]
     for group in along(ranks, EXPERT_AXES if axis == "ep" else DENSE_AXES, axis):
         rest = np.array(group)

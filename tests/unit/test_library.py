@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import danlu
-from danlu.comm.join import leave
-from danlu.framework.guard import DivergedError
-from danlu.framework.own.factory import OwnModelError
+from danlu.comm.world import World
+from danlu.framework.custom.construct import CustomModelError
+from danlu.framework.nonfinite_guard import DivergedError
 from danlu.spec.plan import Degrees, Plan
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -24,14 +24,14 @@ TOKENS = torch.arange(12).view(2, 6)
 def model() -> Iterator[nn.Module]:
     torch.manual_seed(0)
     yield danlu.parallelize(made_modules.Chain(), danlu.plan())
-    leave()
+    World.adopt().shutdown()
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
     danlu.plan()  # joins
     yield
-    leave()
+    World.adopt().shutdown()
 
 
 def test_a_plan_by_name_by_file_or_by_default(tmp_path: Path, alone: None) -> None:
@@ -54,21 +54,21 @@ def test_a_plan_by_name_by_file_or_by_default(tmp_path: Path, alone: None) -> No
     ],
 )
 def test_what_a_loop_cannot_have_is_said(plan: Plan, message: str, alone: None) -> None:
-    with pytest.raises(OwnModelError, match=message):
+    with pytest.raises(CustomModelError, match=message):
         danlu.parallelize(made_modules.Chain(), plan)
 
 
 def test_a_module_that_was_not_laid_out_has_no_mesh() -> None:
     with pytest.raises(ValueError, match=r"must have come from danlu\.parallelize"):
-        danlu.share(TOKENS, made_modules.Chain())
+        danlu.shard_batch(TOKENS, made_modules.Chain())
 
 
 def test_an_order_visits_every_sample_once(model: nn.Module) -> None:
-    order = danlu.DataOrder(samples=12, batch=4, model=model, seed=3)
+    order = danlu.StepSampler(samples=12, batch=4, model=model, seed=3)
     first = np.concatenate([order.at(step) for step in range(3)])
     assert sorted(first) == list(range(12))
     assert not np.array_equal(first, np.concatenate([order.at(step) for step in range(3, 6)]))
-    assert torch.equal(danlu.share(TOKENS, model), TOKENS)
+    assert torch.equal(danlu.shard_batch(TOKENS, model), TOKENS)
 
 
 def test_the_guard_takes_only_finite_steps_and_gives_up(model: nn.Module) -> None:
@@ -96,7 +96,7 @@ def test_a_signal_becomes_a_wish_to_stop(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_checkpoint_brings_back_module_and_optimiser(
+def test_a_checkpoint_brings_back_module_and_optimizer(
     kind: type[torch.optim.Optimizer], model: nn.Module, tmp_path: Path
 ) -> None:
     settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}

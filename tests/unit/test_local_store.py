@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from made_stores import FailsAt, Recorder, RefusesDirect, noise, page_aligned
 
-from danlu.storage.local_store import LARGE, LocalStore
-from danlu.storage.store_path import UNFINISHED
+from danlu.storage.store.local_store import DIRECT_IO_MIN_BYTES, LocalStore
+from danlu.storage.store.safe_path import TEMP_MARK
 
 
 def names_below(folder: Path) -> list[str]:
@@ -31,9 +31,9 @@ def test_a_local_write_is_ordered(tmp_path: Path) -> None:
 def test_a_large_local_write_is_ordered(tmp_path: Path) -> None:
     calls = Recorder()
     store = LocalStore(tmp_path, calls)
-    store.write("b", [noise(2 * LARGE)])
+    store.write("b", [noise(2 * DIRECT_IO_MIN_BYTES)])
     calls.seen.clear()
-    store.write("b", [noise(2 * LARGE + 5)])
+    store.write("b", [noise(2 * DIRECT_IO_MIN_BYTES + 5)])
     assert calls.seen[-3:] == ["sync new", "rename new b", f"sync {tmp_path.name}"]
     assert set(calls.seen[:-3]) == {"data new"}
 
@@ -46,11 +46,11 @@ def test_a_folder_somebody_else_made_is_brought_to_the_disk_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["pwrite", "fsync", "rename", "fallocate"])
-@pytest.mark.parametrize("length", [3, 2 * LARGE])
+@pytest.mark.parametrize("length", [3, 2 * DIRECT_IO_MIN_BYTES])
 def test_an_error_of_the_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, method: str, length: int) -> None:
     LocalStore(tmp_path).write("a", [b"old"])
     # The first fsyncs are those of the folders, the first pwrite of a large file is the probe of O_DIRECT.
-    nth = {"fsync": 2, "pwrite": 2 if length > LARGE else 1}.get(method, 1)
+    nth = {"fsync": 2, "pwrite": 2 if length > DIRECT_IO_MIN_BYTES else 1}.get(method, 1)
     store = LocalStore(tmp_path, FailsAt(method, errno.EIO, nth))
     with pytest.raises(OSError, match="Input/output error"):
         store.write("a", [bytes(length)])
@@ -61,12 +61,12 @@ def test_an_error_of_the_disk_leaves_the_old_file_and_nothing_else(tmp_path: Pat
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
     calls = Recorder()
     store = LocalStore(tmp_path, calls)
-    store.write("a", [bytes(LARGE)])
+    store.write("a", [bytes(DIRECT_IO_MIN_BYTES)])
     calls.seen.clear()
     page = page_aligned(bytes(64 << 20))
-    room = store.free()
+    room = store.free_bytes()
     assert room is not None
-    with pytest.raises(OSError, match=r"bytes free, but \d+ are needed") as caught:
+    with pytest.raises(OSError, match=r"B free, but [0-9.]+ .?.?B are needed") as caught:
         store.write("b", [page] * (room // len(page) + 64))
     assert caught.value.errno == errno.ENOSPC
     assert "data new" not in calls.seen
@@ -76,30 +76,30 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
 def test_room_is_looked_for_where_it_cannot_be_taken(tmp_path: Path) -> None:
     calls = FailsAt("fallocate", errno.EOPNOTSUPP)
     store = LocalStore(tmp_path, calls)
-    store.write("a", [bytes(LARGE)])
-    assert store.size("a") == LARGE
+    store.write("a", [bytes(DIRECT_IO_MIN_BYTES)])
+    assert store.size("a") == DIRECT_IO_MIN_BYTES
     calls.left = 1
     calls.statvfs = lambda path: os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255))  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="36864 bytes free"):
-        store.write("b", [bytes(LARGE)])
+    with pytest.raises(OSError, match=r"36\.9 kB free"):
+        store.write("b", [bytes(DIRECT_IO_MIN_BYTES)])
 
 
 @pytest.mark.parametrize("at_open", [True, False])
 def test_a_file_system_without_direct_access_is_told_once(tmp_path: Path, at_open: bool) -> None:
     store = LocalStore(tmp_path, RefusesDirect(at_open=at_open))
     with pytest.warns(RuntimeWarning, match=r"refuses O_DIRECT .*page cache"):
-        store.write("a", [noise(LARGE)])
-    store.write("b", [noise(LARGE)])  # a second warning would be an error
-    store.read_into("a", 0, memoryview(bytearray(LARGE)))
+        store.write("a", [noise(DIRECT_IO_MIN_BYTES)])
+    store.write("b", [noise(DIRECT_IO_MIN_BYTES)])  # a second warning would be an error
+    store.read_into("a", 0, memoryview(bytearray(DIRECT_IO_MIN_BYTES)))
     assert names_below(tmp_path) == ["a", "b"]
 
 
 def test_reading_without_direct_access_is_told_too(tmp_path: Path) -> None:
-    LocalStore(tmp_path).write("a", [noise(LARGE)])
-    into = bytearray(LARGE)
+    LocalStore(tmp_path).write("a", [noise(DIRECT_IO_MIN_BYTES)])
+    into = bytearray(DIRECT_IO_MIN_BYTES)
     with pytest.warns(RuntimeWarning, match="refuses O_DIRECT"):
         LocalStore(tmp_path, RefusesDirect(at_open=True)).read_into("a", 0, memoryview(into))
-    assert into == noise(LARGE)
+    assert into == noise(DIRECT_IO_MIN_BYTES)
 
 
 def test_a_file_system_without_links_is_an_error(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_file_system_without_links_is_an_error(tmp_path: Path) -> None:
 def test_what_a_crash_left_is_not_listed_and_goes_with_its_folder(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.write("a/b", [b"x"])
-    (tmp_path / "a" / f"c{UNFINISHED}1-2").write_bytes(b"half")
+    (tmp_path / "a" / f"c{TEMP_MARK}1-2").write_bytes(b"half")
     assert store.list("a") == ["b"]
     store.remove("a")
     assert names_below(tmp_path) == []

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from made_meshes import place_of
 from torch.distributed.device_mesh import DeviceMesh
 
-from danlu.comm.fake import join_fake
-from danlu.comm.join import leave
-from danlu.comm.layout import dense_layout
-from danlu.comm.mesh import Mesh, _Maker, build_mesh
-from danlu.spec import Chip, Cluster, Level
+from danlu.comm.mesh import ParallelMesh, _GroupBuilder, build_mesh
+from danlu.comm.rank_layout import dense_layout
+from danlu.comm.world import World
+from danlu.spec import Chip, Cluster, NetworkLevel
 from danlu.spec.plan import DENSE_AXES, Degrees, Plan
 
 DEGREES = {"pp": 2, "replicate": 2, "shard": 3, "cp": 2, "tp": 2, "ep": 4}
@@ -40,13 +39,13 @@ def test_an_axis_has_its_degree() -> None:
 def test_shares_of_the_batch_are_numbered_and_every_one_is_read_by_the_ranks_that_share_its_sequences() -> None:
     readers: dict[int, int] = {}
     for rank in range(WORLD):
-        share = place_of(rank, **DEGREES).data_index
+        share = place_of(rank, **DEGREES).dp_rank
         readers[share] = readers.get(share, 0) + 1
     assert readers == dict.fromkeys(range(6), 8), "six shares, each read by pp × cp × tp ranks"
 
 
 def test_an_axis_of_one_rank_has_no_group() -> None:
-    groups = _Maker(torch.device("cpu"), 3, 4).groups(dense_layout(Plan(degrees=Degrees(shard=4))))
+    groups = _GroupBuilder(World(3, 4)).groups(dense_layout(Plan(degrees=Degrees(shard=4))))
     assert groups["pp",] is groups["cp",] is groups["tp",] is groups["cp", "tp"] is None
 
 
@@ -54,13 +53,13 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def built(plan: Plan, rank: int, cluster: Cluster | None = None) -> Iterator[Mesh]:
+def built(plan: Plan, rank: int, cluster: Cluster | None = None) -> Iterator[ParallelMesh]:
     """The mesh of a rank whose peers do not exist."""
-    join_fake(rank, plan.degrees.world)
+    world = World.fake(rank, plan.degrees.world)
     try:
-        yield build_mesh(plan, CPU, rank, cluster, experts=True)
+        yield build_mesh(plan, World.adopt(), cluster, experts=True)
     finally:
-        leave()
+        world.shutdown()
 
 
 def ranks(mesh: DeviceMesh, axis: str) -> list[int]:
@@ -71,27 +70,32 @@ def ranks(mesh: DeviceMesh, axis: str) -> list[int]:
 def test_a_mesh_of_parameters_has_the_ranks_that_share_them(rank: int) -> None:
     with built(Plan(degrees=Degrees(**DEGREES)), rank) as mesh:
         layout = dense_layout(mesh.plan)
-        assert mesh.tensor is not None and mesh.experts is not None and mesh.expert_parameters is not None
-        assert mesh.parameters.mesh_dim_names == ("replicate", "shard")
-        assert mesh.parameters.mesh.tolist() == layout.along(rank, ("replicate", "shard", "cp")).reshape(2, 6).tolist()
-        assert mesh.expert_parameters.shape == (2, 3)
-        assert ranks(mesh.parameters, "shard") == sorted(layout.along(rank, ("shard", "cp")).reshape(-1).tolist())
-        assert ranks(mesh.parameters, "replicate") == ranks(mesh.expert_parameters, "replicate")
-        assert ranks(mesh.tensor, "tp") == layout.along(rank, ("tp",)).tolist()
-        assert ranks(mesh.experts, "ep") == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
-        for part in (mesh.parameters, mesh.expert_parameters, mesh.tensor, mesh.experts):
+        assert mesh.tp_mesh is not None and mesh.ep_mesh is not None and mesh.expert_fsdp_mesh is not None
+        assert mesh.fsdp_mesh.mesh_dim_names == ("replicate", "shard")
+        assert (
+            mesh.fsdp_mesh.mesh.tolist()
+            == layout.ranks_along(rank, ("replicate", "shard", "cp")).reshape(2, 6).tolist()
+        )
+        assert mesh.expert_fsdp_mesh.shape == (2, 3)
+        assert ranks(mesh.fsdp_mesh, "shard") == sorted(layout.ranks_along(rank, ("shard", "cp")).reshape(-1).tolist())
+        assert ranks(mesh.fsdp_mesh, "replicate") == ranks(mesh.expert_fsdp_mesh, "replicate")
+        assert ranks(mesh.tp_mesh, "tp") == layout.ranks_along(rank, ("tp",)).tolist()
+        assert ranks(mesh.ep_mesh, "ep") == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        for part in (mesh.fsdp_mesh, mesh.expert_fsdp_mesh, mesh.tp_mesh, mesh.ep_mesh):
             places = [dist.get_rank(group) for group in part.get_all_groups()]
             assert part.get_coordinate() == tuple(places), "a group numbers its ranks as the mesh does"
 
 
 def test_folded_axes_that_are_interleaved_on_the_network_are_numbered_as_their_group_is() -> None:
     chip = Chip(name="c", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0})
-    levels = [Level(name=name, fanout=size, bandwidth=1.0, latency=0.0) for name, size in (("node", 4), ("fabric", 2))]
+    levels = [
+        NetworkLevel(name=name, fanout=size, bandwidth=1.0, latency=0.0) for name, size in (("node", 4), ("fabric", 2))
+    ]
     cluster = Cluster(name="made up", chip=chip, levels=tuple(levels))
     plan = Plan(degrees=Degrees(shard=4, cp=2), mapping={"shard": {"node": 4}, "cp": {"fabric": 2}})
     with built(plan, 5, cluster) as mesh:
         assert (mesh.coordinate("shard"), mesh.coordinate("cp")) == (1, 1)
-        assert mesh.parameters.get_coordinate() == (dist.get_rank(mesh.parameters.get_group()),) == (5,)
+        assert mesh.fsdp_mesh.get_coordinate() == (dist.get_rank(mesh.fsdp_mesh.get_group()),) == (5,)
 
 
 def test_every_rank_makes_as_many_groups_and_few_at_any_size() -> None:

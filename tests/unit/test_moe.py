@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danlu.framework.moe import AttachLoss, MoeLayer, Router
+from danlu.framework.moe import AuxLossInjector, MoeLayer, Router
 from danlu.framework.transformer import Mlp
-from danlu.parallel.expert import even_counts
+from danlu.parallel.expert import balanced_send_counts
 from danlu.spec.model import Moe
 
 WIDTH, EXPERTS = 8, 6
@@ -125,7 +125,7 @@ def test_an_attached_loss_has_the_gradient_of_an_added_one_to_the_bit() -> None:
         w = torch.randn(5, generator=torch.Generator().manual_seed(2)).requires_grad_()
         y, loss = x * 2, (w * x).square().mean()
         if attach:
-            y = AttachLoss.apply(y, loss)
+            y = AuxLossInjector.apply(y, loss)
             y.sin().sum().backward()
         else:
             (y.sin().sum() + loss).backward()
@@ -188,7 +188,7 @@ def test_the_bias_moves_the_choice_and_never_the_weight() -> None:
 def test_the_bias_falls_for_busy_experts_and_rises_for_idle_ones() -> None:
     made = router(balance="bias", balance_rate=0.25)
     made.step_load_E = torch.tensor([10.0, 0.0, 5.0, 5.0, 7.0, 3.0])
-    made.even()
+    made.update_bias()
     assert made.bias_E.tolist() == [-0.25, 0.25, 0.0, 0.0, -0.25, 0.25]
 
 
@@ -198,15 +198,15 @@ def test_balancing_by_bias_evens_the_load_and_by_loss_leaves_the_bias_alone() ->
     uneven = []
     for _ in range(40):
         made(x)
-        made.step_load_E = made.take_load()
+        made.step_load_E = made.pop_load()
         assert made.load_E.abs().sum() == 0
         uneven.append(float(made.step_load_E.max() / made.step_load_E.mean()))
-        made.even()
+        made.update_bias()
     assert uneven[-1] < 1.25 < 2.5 < uneven[0]
     other = router(balance="loss")
     other(x)
-    other.step_load_E = other.take_load()
-    other.even()
+    other.step_load_E = other.pop_load()
+    other.update_bias()
     assert other.bias_E.abs().sum() == 0
 
 
@@ -222,7 +222,7 @@ def test_every_choice_is_counted() -> None:
 
 @pytest.mark.parametrize(("copies", "experts", "ranks"), [(64, 8, 4), (70, 8, 4), (5, 8, 4), (2048, 12_000, 375)])
 def test_an_even_load_is_the_same_for_every_rank(copies: int, experts: int, ranks: int) -> None:
-    sent = [even_counts(copies, experts, ranks, rank) for rank in range(ranks)]
+    sent = [balanced_send_counts(copies, experts, ranks, rank) for rank in range(ranks)]
     assert all(sum(map(sum, rows)) == copies for rows in sent), "every copy is sent"
     for receiver in range(ranks):
         coming = [rows[receiver] for rows in sent]

@@ -10,14 +10,14 @@ import torch
 from danlu.framework.optimizer import build_optimizer, learning_rate
 from danlu.framework.transformer import Decoder
 from danlu.spec.load import load_model
-from danlu.spec.recipe import Optimizer, Schedule
+from danlu.spec.recipe import LRSchedule, OptimizerConfig
 
 STEPS = 100
 
 
 def rates(steps: int = STEPS, **schedule: Any) -> list[float]:
     """The factor of every step of a run."""
-    optimizer, shape = Optimizer(learning_rate=1.0), Schedule.model_validate(schedule)
+    optimizer, shape = OptimizerConfig(learning_rate=1.0), LRSchedule.model_validate(schedule)
     return [learning_rate(step, steps, optimizer, shape) for step in range(steps)]
 
 
@@ -43,7 +43,9 @@ def test_decay_begins_at_the_full_rate_and_reaches_its_end_as_the_run_does(kind:
     found = rates(kind=kind, warmup=10, final=final)
     assert found[10] == 1.0 and falls(found[10:])
     # The step after the last would have the final factor: the schedule ends with the run, not one step before.
-    last = learning_rate(STEPS, STEPS, Optimizer(learning_rate=1.0), Schedule(kind=kind, warmup=10, final=final))  # type: ignore[arg-type]
+    last = learning_rate(
+        STEPS, STEPS, OptimizerConfig(learning_rate=1.0), LRSchedule(kind=kind, warmup=10, final=final)
+    )  # type: ignore[arg-type]
     assert last == pytest.approx(final)
     assert found[-1] == pytest.approx(final, abs=0.02)
     assert found[55] == pytest.approx((1 + final) / 2), "half of the way down in the middle"
@@ -68,8 +70,8 @@ def test_a_run_of_warm_up_alone_never_leaves_it() -> None:
     assert rates(steps=1, kind="cosine") == [1.0]
 
 
-def test_the_rate_scales_with_the_optimiser_and_depends_on_nothing_but_the_step() -> None:
-    optimizer, schedule = Optimizer(learning_rate=3e-4), Schedule(kind="cosine", warmup=10)
+def test_the_rate_scales_with_the_optimizer_and_depends_on_nothing_but_the_step() -> None:
+    optimizer, schedule = OptimizerConfig(learning_rate=3e-4), LRSchedule(kind="cosine", warmup=10)
     straight = [learning_rate(step, STEPS, optimizer, schedule) for step in range(STEPS)]
     assert straight[10] == 3e-4
     assert [learning_rate(step, STEPS, optimizer, schedule) for step in reversed(range(STEPS))] == straight[::-1]
@@ -78,7 +80,7 @@ def test_the_rate_scales_with_the_optimiser_and_depends_on_nothing_but_the_step(
 @pytest.mark.parametrize("name", ["tiny-gpt", "tiny-moe"])
 def test_weight_decay_spares_vectors_and_every_parameter_is_in_one_group(name: str) -> None:
     model = Decoder(load_model(name))
-    built = build_optimizer([model], Optimizer(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-7))
+    built = build_optimizer([model], OptimizerConfig(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-7))
     decay = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     assert sum(len(group["params"]) for group in built.param_groups) == len(decay) == len(list(model.parameters()))
     for parameter_name, parameter in model.named_parameters():
@@ -90,7 +92,7 @@ def test_weight_decay_spares_vectors_and_every_parameter_is_in_one_group(name: s
 def test_without_a_gradient_a_matrix_shrinks_and_a_vector_stays() -> None:
     layer = torch.nn.Linear(3, 2)
     before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-    built = build_optimizer([layer], Optimizer(learning_rate=0.5, weight_decay=0.1))
+    built = build_optimizer([layer], OptimizerConfig(learning_rate=0.5, weight_decay=0.1))
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     built.step()

@@ -8,33 +8,38 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from danlu.framework.own.anatomy import dissect
-from danlu.framework.own.blueprint import BroughtModel, materialise
-from danlu.framework.own.factory import OwnModelError, make, make_empty
-from danlu.framework.own.rehearsal import rehearse
-from danlu.framework.weigh import weigh
+from danlu.framework.custom.adapter import CustomModelAdapter, materialize
+from danlu.framework.custom.construct import CustomModelError, build_meta_module, build_module
+from danlu.framework.custom.forward_trace import trace_forward
+from danlu.framework.custom.module_structure import find_layers
+from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.weights import load_weights, open_weights
-from danlu.memory.recompute import Region, apply_recompute
-from danlu.spec.own_model import OwnModel
-from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.memory.recompute import RecomputeRegion, apply_recompute
+from danlu.spec.custom_model import CustomModel
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.problem import SpecError
-from danlu.spec.recipe import Batch, Data, LayerPrecision, Precision, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, LayerPrecision, PrecisionConfig, Recipe
 
 HERE = str(Path(__file__).parent)
 
 
-def own(name: str, **settings: Any) -> OwnModel:
-    return OwnModel(factory=f"made_modules:{name}", path=HERE, vocabulary=made_modules.VOCABULARY, **settings)
+def own(name: str, **settings: Any) -> CustomModel:
+    return CustomModel(factory=f"made_modules:{name}", path=HERE, vocabulary=made_modules.VOCABULARY, **settings)
 
 
-def recipe(model: OwnModel, **settings: Any) -> Recipe:
+def recipe(model: CustomModel, **settings: Any) -> Recipe:
     return Recipe(
-        name="own", steps=1, model=model, data=Data(shards="none"), batch=Batch(sequences=4, length=6), **settings
+        name="own",
+        steps=1,
+        model=model,
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=4, length=6),
+        **settings,
     )
 
 
-def brought(name: str, plan: Plan | None = None, **settings: Any) -> BroughtModel:
-    return BroughtModel(recipe(own(name, **settings)), plan or Plan())
+def brought(name: str, plan: Plan | None = None, **settings: Any) -> CustomModelAdapter:
+    return CustomModelAdapter(recipe(own(name, **settings)), plan or Plan())
 
 
 PIPELINE = Plan(degrees=Degrees(pp=2), microbatches=2)
@@ -45,7 +50,7 @@ WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
     "no such function": ("Chian", Plan(), {}, r"model\.factory.*Chian.*not found"),
     "not a module": ("not_a_module", Plan(), {}, r"returned str, but must return an nn\.Module"),
     "not callable": ("VOCABULARY", Plan(), {}, r"is int, but must be callable"),
-    "other scores": ("Pair", Plan(), {}, r"returns dict, but must return a tensor of scores"),
+    "other scores": ("Pair", Plan(), {}, r"returns dict, but must return a tensor of logits"),
     "other vocabulary": ("Chain", Plan(), {"vocabulary": 17}, r"model\.vocabulary.*\[4, 6, 17\].*\[4, 6, 16\]"),
     "no such list": ("Chain", Plan(), {"blocks": "layer"}, r"model\.blocks.*did you mean `layers`"),
     "recompute without layers": ("NoLayers", Plan(recompute="full"), {}, r"recompute.*nn\.ModuleList"),
@@ -54,12 +59,12 @@ WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
     "pipeline of few layers": ("Chain", Plan(degrees=Degrees(pp=8), microbatches=8), {}, r"8 stages.*4 layers"),
     "pipeline of other layers": (
         "Chain",
-        Plan(degrees=Degrees(pp=2), microbatches=2, pipeline=Pipeline(layers=(1, 2))),
+        Plan(degrees=Degrees(pp=2), microbatches=2, pipeline=PipelineConfig(layers=(1, 2))),
         {},
         r"pipeline\.layers.*adds up to 3 layers, but `layers` has 4",
     ),
-    "pipeline around layers": ("SkipsAround", PIPELINE, {}, r"no chain: layer layers\.1 was not given"),
-    "pipeline past a layer": ("SkipsLayer", PIPELINE, {}, r"no chain: 3 of its 4 layers were called"),
+    "pipeline around layers": ("SkipsAround", PIPELINE, {}, r"not sequential: layer layers\.1 was not given"),
+    "pipeline past a layer": ("SkipsLayer", PIPELINE, {}, r"not sequential: 3 of its 4 layers were called"),
     "pipeline and a loose parameter": ("LooseParameter", PIPELINE, {}, r"parameter `shift`.*module of its own"),
     "pipeline of tied ends": ("Tied", PIPELINE, {}, r"`token\.weight` and `score\.weight` are one parameter"),
     "no map": ("Chain", TENSOR, {}, r"degrees\.tp.*nothing says.*\[model\.tensor\]"),
@@ -83,77 +88,82 @@ WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
     ),
     "row of a table": ("Chain", TENSOR, {"tensor": {"token": "row"}}, r"Embedding, not nn\.Linear"),
     "a tie split in one place": ("Tied", TENSOR, {"tensor": {"token": "column"}}, r"share a parameter.*alike"),
-    "pipeline of what cannot be seen": ("Uncountable", PIPELINE, {}, r"degrees\.pp.*cannot be seen: DataDependent"),
+    "pipeline of what cannot be seen": ("Uncountable", PIPELINE, {}, r"degrees\.pp.*is unknown: DataDependent"),
     "a plan with other styles": ("mixtral", TENSOR, {}, r"tp_plan.*MixtralForCausalLM.*packed_colwise"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*does not run on tensors without memory")
+@pytest.mark.filterwarnings("ignore:.*does not run on FakeTensors")
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_missing_is_said(case: str) -> None:
     name, plan, settings, message = WRONG[case]
     model = own(name).model_copy(update=settings)
-    with pytest.raises(OwnModelError, match=message) as raised:
-        BroughtModel(recipe(model), plan)
+    with pytest.raises(CustomModelError, match=message) as raised:
+        CustomModelAdapter(recipe(model), plan)
     assert raised.value.suggestion
 
 
 def test_a_module_that_looks_at_values_is_trained_without_a_rehearsal() -> None:
-    with pytest.warns(RuntimeWarning, match="does not run on tensors without memory"):
+    with pytest.warns(RuntimeWarning, match="does not run on FakeTensors"):
         model = brought("Uncountable")
-    part = model.part(0)
-    materialise(part, torch.device("cpu"))
+    part = model.stage_module(0)
+    materialize(part, torch.device("cpu"))
     assert part(torch.arange(6)[None]).shape == (1, 6, made_modules.VOCABULARY)
-    with pytest.warns(RuntimeWarning, match="6 FLOPs a parameter"):
-        size, work = weigh(recipe(own("Uncountable")))
+    with pytest.warns(RuntimeWarning, match="6 FLOPs per parameter"):
+        size, work = model_size_and_flops(recipe(own("Uncountable")))
     assert work == 6 * size
 
 
 def test_a_pattern_of_precision_that_matches_nothing_is_said() -> None:
     layers = (LayerPrecision(match="blocks.0", compute="bf16"),)
-    with pytest.raises(OwnModelError, match=r"matches no module.*layers\.0"):
-        BroughtModel(recipe(own("Chain"), precision=Precision(layers=layers)), Plan())
+    with pytest.raises(CustomModelError, match=r"matches no module.*layers\.0"):
+        CustomModelAdapter(recipe(own("Chain"), precision=PrecisionConfig(layers=layers)), Plan())
 
 
 def test_layers_and_what_is_around_them_are_found() -> None:
-    anatomy = dissect(make_empty(own("Chain")))
-    assert (anatomy.container, len(anatomy.blocks)) == ("layers", 4)
-    assert anatomy.outside == ("token", "score")
-    seen = rehearse(own("Chain"), anatomy, sequences=2, length=3)
-    assert list(seen.before) == ["token"]
-    assert seen.after == ["score"]
-    assert [tuple(stream.shape) for stream in seen.streams] == [(2, 3, 8)] * 5
+    anatomy = find_layers(build_meta_module(own("Chain")))
+    assert (anatomy.layer_list, len(anatomy.blocks)) == ("layers", 4)
+    assert anatomy.outer_modules == ("token", "score")
+    seen = trace_forward(own("Chain"), anatomy, sequences=2, length=3)
+    assert list(seen.called_before) == ["token"]
+    assert seen.called_after == ["score"]
+    assert [tuple(stream.shape) for stream in seen.hidden_states] == [(2, 3, 8)] * 5
 
 
 def test_parameters_take_no_memory_and_ties_stay() -> None:
-    empty = make_empty(own("Tied"))
+    empty = build_meta_module(own("Tied"))
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert empty.get_parameter("score.weight") is empty.get_parameter("token.weight")
-    materialise(empty, torch.device("cpu"))
+    materialize(empty, torch.device("cpu"))
     assert empty.get_parameter("score.weight") is empty.get_parameter("token.weight")
     assert not any(parameter.is_meta for parameter in empty.parameters())
 
 
 def test_stages_of_a_pipeline_make_up_the_whole() -> None:
     """Every stage by itself, one after the other, is the module."""
-    made, plan = make(own("Chain")), Plan(degrees=Degrees(pp=4), microbatches=4)
+    made, plan = build_module(own("Chain")), Plan(degrees=Degrees(pp=4), microbatches=4)
     model = brought("Chain", plan)
-    parts = [model.part(stage) for stage in range(4)]
+    parts = [model.stage_module(stage) for stage in range(4)]
     names = [name for part in parts for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in made.named_parameters()), "every parameter on one stage"
     tokens = torch.arange(6)[None]
     stream = tokens
     for part in parts:
-        materialise(part, torch.device("cpu"))
+        materialize(part, torch.device("cpu"))
         part.load_state_dict({name: made.state_dict()[name] for name in part.state_dict()})
         stream = part(stream)
     assert torch.equal(stream, made(tokens))
 
 
 def test_recompute_draws_the_same_dropout_again() -> None:
-    plain, again = make(own("Chain", arguments={"dropout": 0.5})), make(own("Chain", arguments={"dropout": 0.5}))
+    plain, again = (
+        build_module(own("Chain", arguments={"dropout": 0.5})),
+        build_module(own("Chain", arguments={"dropout": 0.5})),
+    )
     again.load_state_dict(plain.state_dict())
-    apply_recompute((Region(layer, draws=True) for layer in again.get_submodule("layers").children()), "full")
+    apply_recompute(
+        (RecomputeRegion(layer, uses_rng=True) for layer in again.get_submodule("layers").children()), "full"
+    )
     tokens = torch.arange(12).view(2, 6)
     for module in (plain, again):
         torch.manual_seed(3)
@@ -165,18 +175,18 @@ def test_recompute_draws_the_same_dropout_again() -> None:
 
 
 def test_size_and_work_are_counted_from_the_module() -> None:
-    size, work = weigh(recipe(own("Chain")))
-    made = make(own("Chain"))
+    size, work = model_size_and_flops(recipe(own("Chain")))
+    made = build_module(own("Chain"))
     assert size == sum(parameter.numel() for parameter in made.parameters())
     matrices = 4 * (2 * 8 * 16) + 8 * made_modules.VOCABULARY
     assert work == 6 * matrices
 
 
 def test_weights_are_read_under_the_names_of_the_module(tmp_path: Path) -> None:
-    made, model = make(own("Chain")), brought("Chain")
+    made, model = build_module(own("Chain")), brought("Chain")
     save_file(made.state_dict(), tmp_path / "model.safetensors")
-    part = model.part(0)
-    materialise(part, torch.device("cpu"))
+    part = model.stage_module(0)
+    materialize(part, torch.device("cpu"))
     load_weights([part], own("Chain"), tmp_path)
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in part.state_dict().items())
     with pytest.raises(SpecError, match=r"layers\.4\.up\.weight: is missing"):

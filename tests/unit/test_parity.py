@@ -8,9 +8,9 @@ import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.storage import parity
-from danlu.storage.native import NoNativeError
-from danlu.storage.parity import PIECE, TooManyLostError, encode, repair
+from danlu.storage.checkpoint import reed_solomon
+from danlu.storage.checkpoint.reed_solomon import STRIPE_BYTES, TooManyErasuresError, encode, reconstruct
+from danlu.storage.store.native import NativeUnavailableError
 
 
 def made(k: int, length: int, seed: int = 0) -> list[bytes]:
@@ -28,7 +28,7 @@ def test_every_loss_that_parity_covers_is_brought_back(k: int, m: int) -> None:
     blocks = [*data, *(bytes(block) for block in encode(data, m))]
     for number in range(m + 1):
         for lost in combinations(range(k + m), number):
-            whole = repair(without(blocks, lost), k, m, 97)
+            whole = reconstruct(without(blocks, lost), k, m, 97)
             assert [bytes(block) for block in whole] == blocks, lost
 
 
@@ -37,8 +37,10 @@ def test_one_loss_more_is_refused(k: int, m: int) -> None:
     data = made(k, 8)
     blocks = [*data, *(bytes(block) for block in encode(data, m))]
     for lost in combinations(range(k + m), m + 1):
-        with pytest.raises(TooManyLostError, match=rf"{m + 1} of {k + m} blocks are lost \({lost[0]}, .*{m} at most"):
-            repair(without(blocks, lost), k, m, 8)
+        with pytest.raises(
+            TooManyErasuresError, match=rf"{m + 1} of {k + m} blocks are lost \({lost[0]}, .*{m} at most"
+        ):
+            reconstruct(without(blocks, lost), k, m, 8)
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,18 +48,18 @@ def test_one_loss_more_is_refused(k: int, m: int) -> None:
 def test_any_shape_and_any_loss(data: st.DataObject) -> None:
     k = data.draw(st.integers(1, 40), "k")
     m = data.draw(st.integers(1, 12), "m")
-    length = data.draw(st.one_of(st.integers(0, 300), st.integers(PIECE - 70, PIECE + 70)), "length")
+    length = data.draw(st.one_of(st.integers(0, 300), st.integers(STRIPE_BYTES - 70, STRIPE_BYTES + 70)), "length")
     blocks = made(k, length, data.draw(st.integers(0, 2**32), "seed"))
     blocks += [bytes(block) for block in encode(blocks, m)]
     lost = tuple(data.draw(st.sets(st.integers(0, k + m - 1), max_size=m), "lost"))
-    assert [bytes(block) for block in repair(without(blocks, lost), k, m, length)] == blocks
+    assert [bytes(block) for block in reconstruct(without(blocks, lost), k, m, length)] == blocks
 
 
 def test_the_largest_code() -> None:
     data = made(200, 33)
     blocks = [*data, *(bytes(block) for block in encode(data, 56))]
     lost = tuple(range(0, 112, 2))
-    assert [bytes(block) for block in repair(without(blocks, lost), 200, 56, 33)] == blocks
+    assert [bytes(block) for block in reconstruct(without(blocks, lost), 200, 56, 33)] == blocks
 
 
 def test_the_first_parity_is_the_xor_and_more_leave_it_as_it_is() -> None:
@@ -83,8 +85,8 @@ def test_products_are_those_of_the_field() -> None:
         return product
 
     for a in range(256):
-        assert parity._products(a).tolist() == [slow(a, b) for b in range(256)]
-        assert not a or parity._multiply(a, parity._inverse(a)) == 1
+        assert reed_solomon._products(a).tolist() == [slow(a, b) for b in range(256)]
+        assert not a or reed_solomon._multiply(a, reed_solomon._inverse(a)) == 1
 
 
 @pytest.mark.parametrize(("k", "m"), [(3, 2), (10, 4)])
@@ -97,32 +99,32 @@ def test_it_repairs_whatever_another_code_repairs(k: int, m: int) -> None:
     for _ in range(20):
         kept = sorted(generator.choice(k + m, k, replace=False).tolist())
         back = zfec.Decoder(k, k + m).decode([theirs[number] for number in kept], kept)
-        mine = repair({number: ours[number] for number in kept}, k, m, 500)[:k]
+        mine = reconstruct({number: ours[number] for number in kept}, k, m, 500)[:k]
         assert [bytes(block) for block in mine] == list(back) == data
 
 
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 63, 64, 65, 1000, PIECE + 1])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 63, 64, 65, 1000, STRIPE_BYTES + 1])
 def test_without_a_compiler_the_same_parity_comes_slower(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     data = made(4, length)
     quick = [bytes(block) for block in encode(data, 3)]
 
     def refuse(name: str) -> None:
-        raise NoNativeError("there is no C compiler `cc`")
+        raise NativeUnavailableError("there is no C compiler `cc`")
 
-    monkeypatch.setattr(parity, "load", refuse)
-    parity._kernel.cache_clear()
+    monkeypatch.setattr(reed_solomon, "load_library", refuse)
+    reed_solomon._kernel.cache_clear()
     try:
         if length:
             with pytest.warns(RuntimeWarning, match="no C compiler.*ten times"):
-                parity._kernel()
+                reed_solomon._kernel()
         assert [bytes(block) for block in encode(data, 3)] == quick
     finally:
-        parity._kernel.cache_clear()
+        reed_solomon._kernel.cache_clear()
 
 
 def test_what_is_there_is_not_copied() -> None:
     block = bytearray(b"abcd")
-    whole = repair({0: block}, 1, 1, 4)
+    whole = reconstruct({0: block}, 1, 1, 4)
     block[0] = 0
     assert whole[0][0] == 0 and bytes(whole[1]) == b"abcd"
 
@@ -134,6 +136,6 @@ def test_wrong_questions_are_refused() -> None:
         with pytest.raises(ValueError, match="256 together"):
             encode([b"x"] * k, m)
     with pytest.raises(ValueError, match="numbered 0 to 2, but 3"):
-        repair({3: b"x"}, 2, 1, 1)
+        reconstruct({3: b"x"}, 2, 1, 1)
     with pytest.raises(ValueError, match="block 1 must have 3 bytes, but has 2"):
-        repair({0: b"abc", 1: b"ab"}, 2, 1, 3)
+        reconstruct({0: b"abc", 1: b"ab"}, 2, 1, 3)

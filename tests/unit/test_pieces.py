@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from danlu.spec import SpecError
-from danlu.storage import pieces
-from danlu.storage.build import build
-from danlu.storage.packing import Packed, pack_here
-from danlu.storage.pieces import Joined, Stretch, cut, pack_piece
-from danlu.storage.source import Documents, Place
-from danlu.storage.tokenizer import BytesTokenizer
+from danlu.storage.data import input_splits
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.documents import DocumentPosition, DocumentStream
+from danlu.storage.data.input_splits import FileSplit, SplitMerger, make_splits, tokenize_split
+from danlu.storage.data.tokenization import TokenizedBatch, local_tokenize_fn
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 BYTES = BytesTokenizer()
 SIZES = (1, 37, 200, 1000, 1 << 20)
@@ -45,27 +45,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def documents(corpus: Path, place: Place | None = None, skip_bad: bool = True) -> Documents:
-    return Documents([str(corpus)], skip_bad=skip_bad, place=place)
+def documents(corpus: Path, place: DocumentPosition | None = None, skip_bad: bool = True) -> DocumentStream:
+    return DocumentStream([str(corpus)], skip_bad=skip_bad, position=place)
 
 
-def in_pieces(read: Documents, size: int) -> Iterator[Packed]:
+def in_pieces(read: DocumentStream, size: int) -> Iterator[TokenizedBatch]:
     """As a cluster does it: pieces and rows as they would travel."""
-    joined = Joined(read, BYTES)
-    for piece in cut(read, size):
-        travelled = [Stretch(*stretch) for stretch in json.loads(json.dumps(piece))]
-        for row in pack_piece(travelled, read.field, BYTES):
-            yield from joined.groups(row)
-    read.done = read.bytes
+    joined = SplitMerger(read, BYTES)
+    for piece in make_splits(read, size):
+        travelled = [FileSplit(*stretch) for stretch in json.loads(json.dumps(piece))]
+        for row in tokenize_split(travelled, read.field, BYTES):
+            yield from joined.merge(row)
+    read.bytes_done = read.total_bytes
 
 
-def whole(groups: Iterator[Packed]) -> tuple[list[Place], list[int], list[int]]:
+def whole(groups: Iterator[TokenizedBatch]) -> tuple[list[DocumentPosition], list[int], list[int]]:
     """All groups in one, however they were cut."""
-    places: list[Place] = []
+    places: list[DocumentPosition] = []
     tokens: list[int] = []
     lengths: list[int] = []
     for group in groups:
-        places += group.places
+        places += group.locations
         tokens += group.tokens.tolist()
         lengths += np.diff(group.ends, prepend=0).tolist()
     return places, tokens, lengths
@@ -74,26 +74,26 @@ def whole(groups: Iterator[Packed]) -> tuple[list[Place], list[int], list[int]]:
 @pytest.mark.parametrize("size", SIZES)
 def test_pieces_of_any_size_are_the_whole(corpus: Path, size: int) -> None:
     here, apart = documents(corpus), documents(corpus)
-    assert whole(in_pieces(apart, size)) == whole(pack_here(BYTES)(here))
-    assert apart.left_out.counts == here.left_out.counts and apart.left_out.examples == here.left_out.examples
-    assert apart.left_out.counts["not UTF-8"] == 1 and len(apart.left_out.examples) == 5
+    assert whole(in_pieces(apart, size)) == whole(local_tokenize_fn(BYTES)(here))
+    assert apart.skipped.counts == here.skipped.counts and apart.skipped.examples == here.skipped.examples
+    assert apart.skipped.counts["not UTF-8"] == 1 and len(apart.skipped.examples) == 5
 
 
 @pytest.mark.parametrize("size", [37, 1000])
 def test_going_on_from_any_document(corpus: Path, size: int) -> None:
-    places, _, _ = whole(pack_here(BYTES)(documents(corpus)))
+    places, _, _ = whole(local_tokenize_fn(BYTES)(documents(corpus)))
     for place in places:
         here, apart = documents(corpus, place), documents(corpus, place)
-        assert whole(in_pieces(apart, size)) == whole(pack_here(BYTES)(here))
-        assert apart.left_out.counts == here.left_out.counts
+        assert whole(in_pieces(apart, size)) == whole(local_tokenize_fn(BYTES)(here))
+        assert apart.skipped.counts == here.skipped.counts
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_bad_is_told_in_the_same_words(corpus: Path, tmp_path: Path, size: int) -> None:
     with pytest.raises(SpecError) as here:
-        build([str(corpus)], tmp_path / "here", BYTES)
+        build_dataset([str(corpus)], tmp_path / "here", BYTES)
     with pytest.raises(SpecError) as apart:
-        build([str(corpus)], tmp_path / "apart", BYTES, encode=lambda read: in_pieces(read, size))
+        build_dataset([str(corpus)], tmp_path / "apart", BYTES, encode=lambda read: in_pieces(read, size))
     assert str(apart.value) == str(here.value)
 
 
@@ -111,9 +111,9 @@ def test_a_file_that_cannot_be_read_is_counted_once(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "open", refusing)
     here, apart = documents(root), documents(root)
-    assert whole(in_pieces(apart, 100)) == whole(pack_here(BYTES)(here))
-    assert apart.left_out.counts == here.left_out.counts == {"unreadable": 1}
-    assert apart.left_out.examples == here.left_out.examples
+    assert whole(in_pieces(apart, 100)) == whole(local_tokenize_fn(BYTES)(here))
+    assert apart.skipped.counts == here.skipped.counts == {"unreadable": 1}
+    assert apart.skipped.examples == here.skipped.examples
 
 
 def test_a_machine_that_sees_another_file_or_has_another_release_is_named(
@@ -121,15 +121,15 @@ def test_a_machine_that_sees_another_file_or_has_another_release_is_named(
 ) -> None:
     own = tmp_path / "a.jsonl"
     own.write_text('{"text": "first"}\n')
-    read = Documents([str(own)])
-    (piece,) = cut(read)
+    read = DocumentStream([str(own)])
+    (piece,) = make_splits(read)
     own.write_text('{"text": "another"}\n')
-    with pytest.raises(SpecError, match=r"a\.jsonl:1: file: is another file on .*\n.*that all machines"):
-        list(Joined(read, BYTES).groups(next(pack_piece(piece, "text", BYTES))))
+    with pytest.raises(SpecError, match=r"a\.jsonl:1: file: is another file on .*\n.*that all nodes"):
+        list(SplitMerger(read, BYTES).merge(next(tokenize_split(piece, "text", BYTES))))
     own.unlink()
     with pytest.raises(SpecError, match="cannot be seen on"):
-        list(Joined(read, BYTES).groups(next(pack_piece(piece, "text", BYTES))))
-    row = next(pack_piece(next(cut(documents(corpus))), "text", BYTES)) | {"machine": "node-7"}
-    monkeypatch.setattr(pieces, "made_by", lambda: "danlu 99, tokenizers 1")
+        list(SplitMerger(read, BYTES).merge(next(tokenize_split(piece, "text", BYTES))))
+    row = next(tokenize_split(next(make_splits(documents(corpus))), "text", BYTES)) | {"machine": "node-7"}
+    monkeypatch.setattr(input_splits, "package_versions", lambda: "danlu 99, tokenizers 1")
     with pytest.raises(SpecError, match=r"node-7:1: ray: has danlu .* but this machine danlu 99"):
-        list(Joined(documents(corpus), BYTES).groups(row))
+        list(SplitMerger(documents(corpus), BYTES).merge(row))

@@ -7,8 +7,11 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
+from danlu.spec import load_plan
 
 SMALL = ["recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "64", "--fix", "tp=8,cp=1,schedule=1f1b"]
+
+ANY_CHIPS = [*SMALL[:3], *SMALL[5:]]
 
 
 def _run(*arguments: str) -> tuple[int, str, str]:
@@ -20,15 +23,15 @@ def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
     plan, page = tmp_path / "plan.toml", tmp_path / "plan.html"
     code, shown, said = _run(*SMALL, "--out", str(plan), "--page", str(page))
     assert code == 0, said
-    for words in ("Where the time goes", "Why not", "held back by", "Fullest chip"):
+    for words in ("Where the time goes", "Why not", "bottleneck", "Fullest chip"):
         assert words in shown
     values = tomllib.loads(plan.read_text())
     assert values["degrees"]["tp"] == 8
-    assert values["prediction"]["seconds"] > 0
+    assert values["prediction"]["seconds"].endswith("s") and load_plan(plan).prediction is not None
     checked = CliRunner().invoke(app, ["check", SMALL[0], "--cluster", "h100-pod", "--plan", str(plan)])
     assert checked.exit_code == 0, checked.output
     drawn = page.read_text()
-    for words in ("level by level", "Bytes of the fullest chip", "Step time against chips", "<svg"):
+    for words in ("level by level", "Memory of the fullest chip", "Step time by number of chips", "<svg"):
         assert words in drawn
 
 
@@ -58,11 +61,11 @@ def test_says_why_nothing_fits_and_why_not() -> None:
 def test_compares_an_own_plan_and_refuses_a_broken_one(tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text('microbatches = 64\nrecompute = "full"\n[degrees]\npp = 2\nshard = 4\ntp = 8\n')
-    code, shown, said = _run(*SMALL, "--compare", str(own))
+    code, shown, said = _run(*ANY_CHIPS, "--compare", str(own))
     assert code == 0, said
     assert "own.toml" in shown
     own.write_text("[degrees]\ntp = 16\nshard = 4\n")
-    code, _, said = _run(*SMALL, "--compare", str(own))
+    code, _, said = _run(*ANY_CHIPS, "--compare", str(own))
     assert code != 0
 
 

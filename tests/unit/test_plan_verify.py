@@ -9,10 +9,10 @@ from made_questions import question
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.framework.dryrun import dry_runs
+from danlu.dryrun.dry_run import dry_run_ranks
 from danlu.planner import search
-from danlu.planner.verify import Verified, places_to_run, proposed, verified
-from danlu.report.verify_tables import verified_json, verified_view
+from danlu.planner.verify import LayoutVerification, first_accepted, pp_ranks_to_run, verify_layout
+from danlu.report.plan_verify_tables import verification_json, verification_view
 from danlu.spec.trace import DryRun
 
 RECIPE = """
@@ -33,32 +33,32 @@ compute = "bf16"
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Verified, DryRun]:
+def found() -> tuple[LayoutVerification, DryRun]:
     choice = search(question(chips=4, fix="pp=2,tp=2,schedule=1f1b"), shown=1).best[0]
-    assert places_to_run(choice) == (0, 1)
-    run = dry_runs(choice.question.recipe, choice.plan, choice.question.cluster, [0, 2])
-    return verified(choice, run), run
+    assert pp_ranks_to_run(choice) == (0, 1)
+    run = dry_run_ranks(choice.request.recipe, choice.plan, choice.request.cluster, [0, 2])
+    return verify_layout(choice, run), run
 
 
-def test_figures_stand_side_by_side(found: tuple[Verified, DryRun]) -> None:
+def test_figures_stand_side_by_side(found: tuple[LayoutVerification, DryRun]) -> None:
     one, run = found
-    figures = {line.figure: line for line in (*one.places, *one.lines)}
-    for name in ("peak, place 0", "peak, place 1", "states", "activations", "FLOPs of the step"):
+    figures = {line.figure: line for line in (*one.pp_rank_peaks, *one.figures)}
+    for name in ("peak, pp rank 0", "peak, pp rank 1", "states", "activations", "FLOPs of the step"):
         assert figures[name].ratio == pytest.approx(1.0, abs=0.15), name
     assert any(name.startswith("sent along tp") for name in figures)
     assert any(name.startswith("sent along pp") for name in figures)
-    assert one.place in (0, 1)
-    assert figures["FLOPs of the step"].program == {t.place["pp"]: t.flops for t in run.traces}[one.place]
+    assert one.pp_rank in (0, 1)
+    assert figures["FLOPs of the step"].dry_run == {t.place["pp"]: t.flops for t in run.traces}[one.pp_rank]
     assert not one.is_refused
-    assert one.verdict.startswith("stands")
+    assert one.verdict.startswith("accepted")
 
 
-def test_what_the_program_does_not_bear_out_is_refused(found: tuple[Verified, DryRun]) -> None:
+def test_what_the_program_does_not_bear_out_is_refused(found: tuple[LayoutVerification, DryRun]) -> None:
     one, run = found
-    choice = one.choice
-    chip = choice.question.cluster.chip.model_copy(update={"memory": round(choice.bytes * 1.001)})
-    cluster = choice.question.cluster.model_copy(update={"chip": chip})
-    tight = replace(choice, question=replace(choice.question, cluster=cluster, reserve=0.0))
+    choice = one.priced_plan
+    chip = choice.request.cluster.chip.model_copy(update={"memory": round(choice.peak_bytes * 1.001)})
+    cluster = choice.request.cluster.model_copy(update={"chip": chip})
+    tight = replace(choice, request=replace(choice.request, cluster=cluster, reserve=0.0))
     assert tight.fits
     swollen = [
         trace.model_copy(
@@ -66,16 +66,16 @@ def test_what_the_program_does_not_bear_out_is_refused(found: tuple[Verified, Dr
         )
         for trace in run.traces
     ]
-    refused = verified(tight, run.model_copy(update={"traces": tuple(swollen)}))
+    refused = verify_layout(tight, run.model_copy(update={"traces": tuple(swollen)}))
     assert refused.is_refused
-    assert refused.verdict.startswith("refused: its program takes")
+    assert refused.verdict.startswith("rejected: the dry run needs")
     assert "states by -50%" in refused.verdict
-    assert proposed([refused, one]) is one
-    assert proposed([refused]) is None
-    told = verified_json([refused, one], one, None)
+    assert first_accepted([refused, one]) is one
+    assert first_accepted([refused]) is None
+    told = verification_json([refused, one], one, None)
     assert told["proposed"] == 1
     assert [each["refused"] for each in told["verified"]] == [True, False]
-    assert verified_view([refused], None) is not None
+    assert verification_view([refused], None) is not None
 
 
 def test_the_command_proposes_and_writes(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_command_proposes_and_writes(tmp_path: Path) -> None:
     asked = ["plan", str(recipe), "--cluster", "h100-pod", "--chips", "4", "--fix", "shard=2,tp=2", "--verify", "1"]
     shown = CliRunner().invoke(app, [*asked, "--out", str(plan)])
     assert shown.exit_code == 0, shown.output
-    for words in ("formula/program", "sent along tp (node)", "Proposed: 1"):
+    for words in ("predicted/dry run", "sent along tp (node)", "Proposed: 1"):
         assert words in shown.stdout
     assert "tp = 2" in plan.read_text()
     told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)

@@ -1,4 +1,4 @@
-"""Why a layout was chosen: levels, neighbours, failures, and questions about the question."""
+"""Why a layout was chosen: levels, neighbors, failures, and variations of the request."""
 
 from math import sqrt
 from pathlib import Path
@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from made_questions import EXPERTS, machine, question
 
-from danlu.planner import QuestionError, search
-from danlu.planner.asking import changed, chips_for, leanest, longest
-from danlu.planner.explain import PARTS, Judge, bottleneck, holds
-from danlu.planner.goodput import goodput, period, share
-from danlu.planner.pricing import Pricing
-from danlu.planner.space import Space
-from danlu.report.plan_tables import planned
-from danlu.spec.cluster import Failures, Tier
+from danlu.planner import PlanRequestError, search
+from danlu.planner.deadline import fewest_chips
+from danlu.planner.explain import PART_LABELS, Explainer, bottleneck, level_costs
+from danlu.planner.goodput import goodput, goodput_share, optimal_save_interval
+from danlu.planner.pricing import PlanPricer
+from danlu.planner.search_space import SearchSpace
+from danlu.planner.what_if import apply_what_if, least_memory_layout, sweep_sequence_length
+from danlu.report.plan_tables import plan_with_prediction
+from danlu.spec.cluster import FailureRates, StorageTier
 from danlu.spec.load import load_plan
 from danlu.spec.plan import Plan
 from danlu.spec.toml import dumps
@@ -22,7 +23,7 @@ from danlu.spec.toml import dumps
 def test_a_slow_level_is_named_and_a_fast_one_is_not() -> None:
     slow = search(question(chips=16, cluster=machine(slow=1e9)), shown=1).best[0]
     assert bottleneck(slow) == "rack"
-    assert holds(slow)[0].seconds > 0.1 * slow.seconds
+    assert level_costs(slow)[0].seconds > 0.1 * slow.seconds
     fast = search(question(chips=4, cluster=machine(nodes=1)), shown=1).best[0]
     assert bottleneck(fast) != "rack"
 
@@ -31,13 +32,13 @@ def test_parts_of_a_step_add_up_and_have_words() -> None:
     best = search(question(EXPERTS, chips=16), shown=1).best[0]
     parts = best.prediction.parts
     assert sum(parts.values()) == pytest.approx(best.seconds)
-    assert set(parts) <= set(PARTS)
+    assert set(parts) <= set(PART_LABELS)
 
 
 def test_neighbours_are_refused_for_a_reason_that_holds() -> None:
     asked = question(chips=16, cluster=machine(memory=7.5e9), length=4096)
     best = search(asked, shown=1).best[0]
-    refused = Judge(asked).refusals(best)
+    refused = Explainer(asked).rejections(best)
     assert {refusal.kind for refusal in refused} == {"rule", "bytes", "seconds"}
     for refusal in refused:
         assert refusal.reason
@@ -49,21 +50,21 @@ def test_neighbours_are_refused_for_a_reason_that_holds() -> None:
 
 def test_period_leaves_most_time() -> None:
     save, between, recover = 30.0, 3600.0, 120.0
-    best = period(save, between, recover)
+    best = optimal_save_interval(save, between, recover)
     assert best == save + sqrt(2 * (between + recover) * save + save**2)
     for other in (best * 0.8, best * 1.2):
-        assert share(other, save, between, recover) < share(best, save, between, recover)
+        assert goodput_share(other, save, between, recover) < goodput_share(best, save, between, recover)
 
 
 def test_goodput_picks_a_tier_and_falls_with_failures() -> None:
     cluster = machine().model_copy(
         update={
             "tiers": (
-                Tier(name="slow", kind="shared", capacity=10**15, read=1e9, write=1e9),
-                Tier(name="fast", kind="local", capacity=10**13, read=5e9, write=5e9),
-                Tier(name="small", kind="memory", capacity=1000, read=1e12, write=1e12),
+                StorageTier(name="slow", kind="shared", capacity=10**15, read=1e9, write=1e9),
+                StorageTier(name="fast", kind="local", capacity=10**13, read=5e9, write=5e9),
+                StorageTier(name="small", kind="memory", capacity=1000, read=1e12, write=1e12),
             ),
-            "failures": Failures(node_mtbf=86400.0, restart=60.0),
+            "failures": FailureRates(node_mtbf=86400.0, restart=60.0),
         }
     )
     asked = question(cluster=cluster)
@@ -79,22 +80,22 @@ def test_goodput_picks_a_tier_and_falls_with_failures() -> None:
 
 def test_what_if_changes_one_thing() -> None:
     asked = question()
-    other = changed(asked, "rack.bandwidth=2x")
+    other = apply_what_if(asked, "rack.bandwidth=2x")
     assert other.cluster.levels[1].bandwidth == 2 * asked.cluster.levels[1].bandwidth
     assert other.cluster.levels[0] == asked.cluster.levels[0]
-    assert changed(asked, "chip.memory=141 GB").cluster.chip.memory == 141 * 10**9
-    assert changed(asked, "batch.length=2x").recipe.batch.length == 2 * asked.recipe.batch.length
-    faster = changed(asked, "chip.peak=2x").cluster.chip.peak
+    assert apply_what_if(asked, "chip.memory=141 GB").cluster.chip.memory == 141 * 10**9
+    assert apply_what_if(asked, "batch.length=2x").recipe.batch.length == 2 * asked.recipe.batch.length
+    faster = apply_what_if(asked, "chip.peak=2x").cluster.chip.peak
     assert faster["bf16"] == 2 * asked.cluster.chip.peak["bf16"]
     for wrong in ("fabric.bandwidth=2x", "rack.bandwith=2x", "rack.bandwidth", "rack.latency=quick"):
-        with pytest.raises(QuestionError, match="--what-if"):
-            changed(asked, wrong)
+        with pytest.raises(PlanRequestError, match="--what-if"):
+            apply_what_if(asked, wrong)
 
 
 def test_a_faster_network_is_never_slower() -> None:
     asked = question(EXPERTS, chips=8, cluster=machine(nodes=2, slow=5e9), sequences=8)
     now = search(asked, shown=1).best[0]
-    then = search(changed(asked, "rack.bandwidth=4x"), shown=1).best[0]
+    then = search(apply_what_if(asked, "rack.bandwidth=4x"), shown=1).best[0]
     assert then.seconds < now.seconds
 
 
@@ -103,21 +104,23 @@ def test_fewest_chips_that_are_in_time() -> None:
     fastest = search(asked, shown=1).best[0]
     tokens = 1e9
     days = tokens / fastest.tokens_per_second / 86400
-    found = chips_for(asked, tokens, days * 3, search)
-    assert found.answer is not None
-    chips = found.answer.question.chips
+    found = fewest_chips(asked, tokens, days * 3, search)
+    assert found.result is not None
+    chips = found.result.request.chips
     assert chips < asked.chips
-    assert dict(found.tried)[chips] <= days * 3  # type: ignore[operator]
-    assert chips_for(asked, tokens, days / 10, search).answer is None
+    assert dict(found.tried_chips)[chips] <= days * 3  # type: ignore[operator]
+    assert fewest_chips(asked, tokens, days / 10, search).result is None
 
 
 def test_leanest_takes_fewest_bytes() -> None:
     asked = question(chips=8, cluster=machine(nodes=2))
-    assert leanest(asked).bytes == min(Pricing(asked).bytes(one).device for one in Space(asked).candidates())
+    assert least_memory_layout(asked).peak_bytes == min(
+        PlanPricer(asked).memory(one).device_bytes for one in SearchSpace(asked).candidates()
+    )
 
 
 def test_sequences_grow_until_nothing_fits() -> None:
-    found = longest(question(chips=4, cluster=machine(nodes=1, memory=16e9), sequences=64), search)
+    found = sweep_sequence_length(question(chips=4, cluster=machine(nodes=1, memory=16e9), sequences=64), search)
     assert found[-1][1] is None
     assert all(choice is not None and choice.fits for _, choice in found[:-1])
     assert [length for length, _ in found] == [2048 * 2**power for power in range(len(found))]
@@ -125,7 +128,7 @@ def test_sequences_grow_until_nothing_fits() -> None:
 
 def test_a_plan_keeps_what_was_predicted(tmp_path: Path) -> None:
     best = search(question(chips=8, cluster=machine(nodes=2)), shown=1).best[0]
-    plan = planned(best, None)
+    plan = plan_with_prediction(best, None)
     (tmp_path / "plan.toml").write_text(dumps(plan))
     again = load_plan(tmp_path / "plan.toml")
     assert again == plan

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from made_questions import DENSE, EXPERTS, machine, question
 
-from danlu.planner import Question, QuestionError, exhaustive, limits, price, search
-from danlu.planner.places import Places, place_of
-from danlu.planner.pricing import Pricing
-from danlu.planner.space import Space, candidate_of
-from danlu.spec.check import check
-from danlu.spec.load import Sourced, load_cluster, load_recipe
+from danlu.planner import PlanRequest, PlanRequestError, parse_constraints, price_plan, search, search_exhaustively
+from danlu.planner.mesh_placement import PlacementEnumerator, placement_of_plan
+from danlu.planner.pricing import PlanPricer
+from danlu.planner.search_space import SearchSpace, candidate_from_plan
+from danlu.spec.check import find_problems
+from danlu.spec.load import ParsedSpec, load_cluster, load_recipe
 from danlu.spec.plan import Degrees, Plan
-from danlu.spec.toml import Document
+from danlu.spec.toml import TomlDocument
 
 SMALL = {
     "dense": question(chips=8, cluster=machine(nodes=2)),
@@ -23,7 +23,7 @@ SMALL = {
     "dense, 6 chips": question(chips=6, cluster=machine(nodes=3), sequences=12),
     "experts": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8),
     "experts, little memory": question(EXPERTS, chips=8, cluster=machine(nodes=2, memory=16e9), sequences=8),
-    "experts, imbalance": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8, imbalance=2.0),
+    "experts, imbalance": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8, expert_imbalance=2.0),
     "no pipeline": question(chips=16, without="pp"),
     "one node": question(chips=4, cluster=machine(nodes=1)),
 }
@@ -32,38 +32,38 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_finds_the_layout_that_pricing_all_of_them_finds(name: str) -> None:
     asked = SMALL[name]
-    best, found = exhaustive(asked), search(asked, shown=1)
+    best, found = search_exhaustively(asked), search(asked, shown=1)
     assert best is not None
     assert found.best[0].seconds == pytest.approx(best.seconds, rel=1e-12)
     assert found.best[0].plan == best.plan
-    assert found.priced < found.layouts
+    assert found.priced < found.layouts_searched
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_bounds_are_bounds(name: str) -> None:
     asked, chance = SMALL[name], random.Random(7)
-    space, pricing, places = Space(asked), Pricing(asked), Places(asked.cluster)
+    space, pricing, places = SearchSpace(asked), PlanPricer(asked), PlacementEnumerator(asked.cluster)
     candidates = list(space.candidates())
     for candidate in chance.sample(candidates, min(150, len(candidates))):
-        least = pricing.least(candidate).seconds
-        for inner, some in places.by_inner(candidate.degrees).items():
-            settled = pricing.least(candidate, known=inner).seconds
+        least = pricing.lower_bound(candidate).seconds
+        for inner, some in places.by_layer_axes(candidate.degrees).items():
+            settled = pricing.lower_bound(candidate, known=inner).seconds
             for place in some:
-                exact = pricing.exact(candidate, place)
+                exact = pricing.price(candidate, place)
                 assert least <= settled * (1 + 1e-9)
                 assert settled <= exact.seconds * (1 + 1e-9)
-                assert pricing.least_of(candidate.core, candidate.work) <= exact.seconds
-                assert pricing.bytes(candidate) == exact.memory
+                assert pricing.shape_lower_bound(candidate.shape, candidate.schedule) <= exact.seconds
+                assert pricing.memory(candidate) == exact.memory
 
 
 def test_more_shards_never_take_more_bytes() -> None:
     """The search gives up a core whose most sharded layouts do not fit."""
     for asked in (SMALL["dense"], SMALL["experts"]):
-        space, pricing = Space(asked), Pricing(asked)
+        space, pricing = SearchSpace(asked), PlanPricer(asked)
         taken: dict[object, dict[int, float]] = {}
         for candidate in space.candidates():
-            sizes = taken.setdefault((candidate.core, candidate.work), {})
-            shard, size = candidate.split.shard, pricing.bytes(candidate).device
+            sizes = taken.setdefault((candidate.shape, candidate.schedule), {})
+            shard, size = candidate.data.shard, pricing.memory(candidate).device_bytes
             sizes[shard] = min(sizes.get(shard, size), size)
         for sizes in taken.values():
             assert sizes[max(sizes)] == min(sizes.values())
@@ -83,34 +83,38 @@ def test_every_answer_passes_the_rules(name: str) -> None:
 def test_random_layouts_pass_the_rules_in_all_their_places() -> None:
     chance = random.Random(3)
     for asked in SMALL.values():
-        candidates, places = list(Space(asked).candidates()), Places(asked.cluster)
+        candidates, places = list(SearchSpace(asked).candidates()), PlacementEnumerator(asked.cluster)
         for candidate in chance.sample(candidates, min(20, len(candidates))):
-            for place in places.of(candidate.degrees):
-                _passes(asked, candidate.plan(place.as_mapping()))
+            for place in places.placements(candidate.degrees):
+                _passes(asked, candidate.plan(place.to_mapping()))
 
 
-def _passes(asked: Question, plan: Plan) -> None:
-    paths = [Document(Path(name), {}, {}) for name in ("recipe", "plan", "cluster")]
-    problems = check(Sourced(asked.recipe, paths[0]), Sourced(plan, paths[1]), Sourced(asked.cluster, paths[2]))
+def _passes(asked: PlanRequest, plan: Plan) -> None:
+    paths = [TomlDocument(Path(name), {}, {}) for name in ("recipe", "plan", "cluster")]
+    problems = find_problems(
+        ParsedSpec(asked.recipe, paths[0]), ParsedSpec(plan, paths[1]), ParsedSpec(asked.cluster, paths[2])
+    )
     assert not problems, (plan, problems)
 
 
 def test_a_plan_is_priced_as_it_was_found() -> None:
     found = search(SMALL["experts"], shown=3)
     for choice in found.best:
-        again = price(SMALL["experts"], choice.plan)
-        assert again.candidate == choice.candidate == candidate_of(choice.plan)
+        again = price_plan(SMALL["experts"], choice.plan)
+        assert again.candidate == choice.candidate == candidate_from_plan(choice.plan)
         assert again.seconds == pytest.approx(choice.seconds)
-        assert again.bytes == choice.bytes
+        assert again.peak_bytes == choice.peak_bytes
 
 
 def test_nothing_fits_and_says_by_how_much() -> None:
     asked = question(chips=4, cluster=machine(nodes=1, memory=4e9), length=4096)
     answer = search(asked)
     assert not answer.best
-    assert answer.leanest is not None
-    assert answer.leanest.bytes > asked.memory
-    assert answer.leanest.bytes == min(Pricing(asked).bytes(one).device for one in Space(asked).candidates())
+    assert answer.least_memory is not None
+    assert answer.least_memory.peak_bytes > asked.usable_memory
+    assert answer.least_memory.peak_bytes == min(
+        PlanPricer(asked).memory(one).device_bytes for one in SearchSpace(asked).candidates()
+    )
 
 
 def test_holds_what_is_fixed_and_leaves_out_what_is_not_wanted() -> None:
@@ -118,32 +122,34 @@ def test_holds_what_is_fixed_and_leaves_out_what_is_not_wanted() -> None:
     for choice in held.best:
         assert (choice.plan.degrees.tp, choice.plan.degrees.pp) == (2, 1)
         assert choice.plan.recompute in ("full", "selective")
-    with pytest.raises(QuestionError, match="did you mean `shard`"):
-        limits(fix="dp=4")
-    with pytest.raises(QuestionError, match="neither an axis"):
-        limits(without="bubbles")
-    with pytest.raises(QuestionError, match="16 or fewer"):
+    with pytest.raises(PlanRequestError, match="did you mean `shard`"):
+        parse_constraints(fix="dp=4")
+    with pytest.raises(PlanRequestError, match="neither an axis"):
+        parse_constraints(without="bubbles")
+    with pytest.raises(PlanRequestError, match="16 or fewer"):
         question(chips=17)
 
 
 def test_groups_reach_as_far_as_their_ranks_lie() -> None:
     cluster = load_cluster("h100-pod")
     plan = Plan(degrees=Degrees(pp=16, shard=128, tp=8), mapping={})
-    spans = dict(place_of(plan, cluster).spans)
+    spans = dict(placement_of_plan(plan, cluster).group_shapes)
     assert spans["tp"] == (8, 1, 1)
     # 2,048 nodes: 384 in a pod; 128 neighbours of a shard axis are a third of one
     assert spans["shard×cp"] == (1, 128, 1)
     inside = Plan(degrees=Degrees(shard=128, tp=8), mapping={"shard": {"node": 8, "pod": 16}, "tp": {"pod": 8}})
-    spans = dict(place_of(inside, cluster).spans)
+    spans = dict(placement_of_plan(inside, cluster).group_shapes)
     assert spans["shard×cp"] == (8, 16, 1)
     assert spans["tp"] == (1, 8, 1)
 
 
 def test_a_large_question_is_answered_and_placed_inside() -> None:
-    asked = Question(recipe=load_recipe(Path("recipes/llama3-70b.toml")), cluster=load_cluster("h100-pod"), chips=256)
+    asked = PlanRequest(
+        recipe=load_recipe(Path("recipes/llama3-70b.toml")), cluster=load_cluster("h100-pod"), chips=256
+    )
     best = search(asked, shown=1).best[0]
     assert 0.2 < best.mfu < 0.8
-    assert dict(best.place.spans)["tp"][0] == best.candidate.core.tp
+    assert dict(best.placement.group_shapes)["tp"][0] == best.candidate.shape.tp
 
 
 def test_a_heavy_head_gets_fewer_layers_beside_it() -> None:
@@ -153,5 +159,5 @@ def test_a_heavy_head_gets_fewer_layers_beside_it() -> None:
     layers = best.plan.pipeline.layers
     assert sum(layers) == 8 and layers[-1] < 2
     even = best.plan.model_copy(update={"pipeline": best.plan.pipeline.model_copy(update={"layers": ()})})
-    assert best.seconds < price(asked, even).seconds
-    assert price(asked, best.plan).seconds == best.seconds
+    assert best.seconds < price_plan(asked, even).seconds
+    assert price_plan(asked, best.plan).seconds == best.seconds

@@ -4,15 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from danlu.cli.paths import with_absolute_paths
+from danlu.cli.recipe_paths import resolve_recipe_paths
 from danlu.spec.model import Model
-from danlu.spec.recipe import Batch, Checkpoint, Data, Recipe
+from danlu.spec.recipe import BatchConfig, CheckpointConfig, DataConfig, Recipe
 
 
-def recipe(saves: Checkpoint) -> Recipe:
+def recipe(saves: CheckpointConfig) -> Recipe:
     model = Model(layers=1, width=8, heads=1, mlp_width=8, vocabulary=8)
     return Recipe(
-        name="x", steps=1, model=model, data=Data(shards="s"), batch=Batch(sequences=1, length=1), checkpoint=saves
+        name="x",
+        steps=1,
+        model=model,
+        data=DataConfig(shards="s"),
+        batch=BatchConfig(sequences=1, length=1),
+        checkpoint=saves,
     )
 
 
@@ -20,11 +25,11 @@ def recipe(saves: Checkpoint) -> Recipe:
     ("given", "expected"), [("kept", "{folder}/kept"), ("/shared", "/shared"), ("s3://b/p", "s3://b/p"), ("", "")]
 )
 def test_where_checkpoints_go(given: str, expected: str, tmp_path: Path) -> None:
-    saves = with_absolute_paths(recipe(Checkpoint(store=given)), tmp_path).checkpoint
+    saves = resolve_recipe_paths(recipe(CheckpointConfig(store=given)), tmp_path).checkpoint
     assert saves.store == expected.format(folder=tmp_path)
 
 
 def test_a_folder_on_the_hosts_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for given, expected in (("near", tmp_path / "near"), ("~/near", tmp_path / "home" / "near")):
-        assert with_absolute_paths(recipe(Checkpoint(near=given)), tmp_path).checkpoint.near == str(expected)
+        assert resolve_recipe_paths(recipe(CheckpointConfig(near=given)), tmp_path).checkpoint.near == str(expected)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from danlu.framework.initialise import initialise
-from danlu.framework.placements import recompute_regions
+from danlu.framework.decoder_parallelism import decoder_recompute_regions
+from danlu.framework.init_weights import init_weights
 from danlu.framework.transformer import Decoder
 from danlu.memory.recompute import apply_recompute
 from danlu.spec.load import load_model
@@ -48,9 +48,9 @@ class Made(TorchDispatchMode):
 def decoder(name: str, mode: Mode) -> Decoder:
     model = load_model(name).model_copy(update={"layers": 2})
     made = Decoder(model)
-    initialise([made], model, seed=0)
+    init_weights([made], model, seed=0)
     if mode != "none":
-        apply_recompute(recompute_regions(made, mode), mode)
+        apply_recompute(decoder_recompute_regions(made, mode), mode)
     return made
 
 
@@ -96,7 +96,7 @@ def test_recompute_of_a_region_calls_it_twice() -> None:
     block = made.blocks["0"]
     plain = block.forward
     block.forward = partial(_counted, plain, calls)  # type: ignore[method-assign]
-    apply_recompute(recompute_regions(made, "full"), "full")
+    apply_recompute(decoder_recompute_regions(made, "full"), "full")
     loss = made(batch()).sum()
     assert len(calls) == 1
     loss.backward()

@@ -9,12 +9,23 @@ from pathlib import Path
 import pytest
 from made_runs import append, make_run, started, step
 
-from danlu.report import write_page
-from danlu.report.chart import Curve, Marks, decades, draw, smoothed, thin, ticks
-from danlu.report.picture import elided, grid_of, stage_rank
-from danlu.report.story import Story, read_story
-from danlu.report.wording import MISSING, count, duration, flops, loss, percent, rate, size, sparkline
-from danlu.spec import Chip, Cluster, Degrees, Ended, Level, Pipeline, Plan, RunFolder, Saved, Warned
+from danlu.report import write_run_page
+from danlu.report.chart import ChartMarkers, ChartSeries, downsample, log_ticks, render_chart, smooth, ticks
+from danlu.report.formatting import MISSING, count, duration, flop_rate, loss, percent, scientific, size, sparkline
+from danlu.report.layout_svg import elide, pp_rank_of_stage, rank_grid
+from danlu.report.run_history import RunHistory, read_run_history
+from danlu.spec import (
+    Chip,
+    Cluster,
+    Degrees,
+    EndEvent,
+    NetworkLevel,
+    PipelineConfig,
+    Plan,
+    RunFolder,
+    SaveEvent,
+    WarningEvent,
+)
 
 VOID = {"meta", "br"}
 """Tags that HTML never closes; the pictures close theirs themselves."""
@@ -64,7 +75,7 @@ class Page(HTMLParser):
 
 
 def page_of(run: RunFolder) -> Page:
-    text = write_page(run).read_text()
+    text = write_run_page(run).read_text()
     assert not re.search(r"https?://|url\(|@import|<link", text), "the page must not refer to anything outside"
     page = Page(text)
     assert page.references == []
@@ -79,13 +90,15 @@ def places(path: str) -> list[tuple[float, float]]:
 
 
 def test_the_page_of_a_short_run_shows_its_figures(run: RunFolder) -> None:
-    append(run, [started(), *(step(number) for number in range(1, 6)), Ended(time=1003.0, step=5, outcome="finished")])
+    append(
+        run, [started(), *(step(number) for number in range(1, 6)), EndEvent(time=1003.0, step=5, outcome="finished")]
+    )
     page = page_of(run)
     assert page.tiles["Final loss"] == ["2.8000", "1.70 below unigram 4.50"]
-    assert page.tiles["Tokens a second"][0] == "2k"
+    assert page.tiles["Tokens per second"][0] == "2k"
     # 2,000 tokens/s × 9 MFLOP a token = 18 GFLOP/s of 90
     assert page.tiles["MFU"] == ["20.0 %", "of 90 GFLOP/s, data sheet"]
-    assert page.tiles["Peak memory"] == ["3.0 GiB"]
+    assert page.tiles["Peak memory"] == ["3.0 GB"]
     assert page.tiles["Tokens seen"] == ["5k", "0.00333 per parameter"]
     assert page.tiles["Time"][0] == "3.0 s"
     assert "finished" in page.words
@@ -117,7 +130,7 @@ def test_a_long_run_stays_light_and_keeps_its_spike(run: RunFolder) -> None:
 
 def test_two_thousand_steps_answer_the_pointer_at_every_drawn_point(run: RunFolder) -> None:
     append(run, [started(steps=2000), *(step(n, imbalance=1.5) for n in range(1, 2001))])
-    text = write_page(run).read_text()
+    text = write_run_page(run).read_text()
     charts = re.findall(r'<figure class="chart (\w+)">.*?</figure>', text)
     assert charts == ["loss", "speed", "norm", "rate", "memory", "balance"]
     for figure in re.findall(r"<figure.*?</figure>", text):
@@ -129,29 +142,30 @@ def test_two_thousand_steps_answer_the_pointer_at_every_drawn_point(run: RunFold
 
 def test_a_resumed_run_counts_every_step_once_as_it_was_taken_last(run: RunFolder) -> None:
     append(
-        run, [started(), *(step(n, loss=9.0) for n in (1, 2, 3, 4)), Saved(time=1001, step=2, path="c/2", seconds=1)]
+        run,
+        [started(), *(step(n, loss=9.0) for n in (1, 2, 3, 4)), SaveEvent(time=1001, step=2, path="c/2", seconds=1)],
     )
-    append(run, [Ended(time=1002, step=4, outcome="failed", message="a node is gone")])
+    append(run, [EndEvent(time=1002, step=4, outcome="failed", message="a node is gone")])
     append(run, [started(time=5000, step=2), step(3, loss=3.0, time=5000.5)])
-    story = read_story(run)
+    story = read_run_history(run)
     assert [(report.step, report.loss) for report in story.steps] == [(1, 9.0), (2, 9.0), (3, 3.0)]
     assert story.state == "unfinished"
     assert story.lost_steps == 2
-    assert story.seconds == pytest.approx(2.5)
+    assert story.running_seconds == pytest.approx(2.5)
     page = page_of(run)
     assert page.tiles["Loss"][0] == "3.0000"
-    assert page.tiles["Time"] == ["2.5 s", "in 2 starts, 2 steps taken again"]
+    assert page.tiles["Time"] == ["2.5 s", "after 1 restart, 2 steps repeated"]
     assert "resumed 1 time" in page.words
     assert "resumed from step 2" in page.words
     assert "checkpoint at step 2" in page.words
 
 
 def test_mfu_is_reckoned_against_the_peak_of_the_start_a_step_belongs_to() -> None:
-    story = Story()
+    story = RunHistory()
     story.add([started(), step(1), started(step=1, peak=4.5e10, world=4), step(2)])
-    assert [story.mfu_of(1), story.mfu_of(2)] == pytest.approx([0.2, 0.4])
+    assert [story.step_mfu(1), story.step_mfu(2)] == pytest.approx([0.2, 0.4])
     assert story.mfu == pytest.approx(0.4), "of the newest layout"
-    assert story.paced_by is not None and story.paced_by.peak == 4.5e10
+    assert story.start_of_last_step is not None and story.start_of_last_step.peak == 4.5e10
     story.add([started(step=2, peak=1.0)])
     assert story.mfu == pytest.approx(0.4), "a start that took no step has no pace"
 
@@ -162,9 +176,9 @@ def test_an_mfu_above_one_is_called_out(run: RunFolder) -> None:
 
 
 def test_a_failed_run_says_why_and_its_warnings_are_listed(run: RunFolder) -> None:
-    append(run, [started(), step(1), Warned(time=1001, rank=3, message="<slow> kernel"), step(2)])
-    append(run, [Warned(time=1001, rank=3, message="<slow> kernel")])
-    append(run, [Ended(time=1002, step=2, outcome="failed", message="rank 3: out of memory")])
+    append(run, [started(), step(1), WarningEvent(time=1001, rank=3, message="<slow> kernel"), step(2)])
+    append(run, [WarningEvent(time=1001, rank=3, message="<slow> kernel")])
+    append(run, [EndEvent(time=1002, step=2, outcome="failed", message="rank 3: out of memory")])
     page = page_of(run)
     assert "Failed at step 2: rank 3: out of memory" in page.words
     assert "<slow> kernel " in page.words
@@ -198,7 +212,7 @@ def test_what_cannot_be_read_is_named_on_the_page(run: RunFolder) -> None:
     words = "".join(page_of(run).words)
     assert f"{run.events}:3" in words
     assert "did you mean `shard`?" in words
-    assert read_story(run).step == 2
+    assert read_run_history(run).step == 2
 
 
 def test_the_plan_is_drawn(run: RunFolder) -> None:
@@ -215,27 +229,29 @@ def test_the_plan_is_drawn(run: RunFolder) -> None:
 
 def cluster(nodes: int = 2, chips: int = 4) -> Cluster:
     chip = Chip(name="c", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0})
-    node = Level(name="node", fanout=chips, bandwidth=1.0, latency=0.0)
-    return Cluster(name="two", chip=chip, levels=(node, Level(name="net", fanout=nodes, bandwidth=1.0, latency=0.0)))
+    node = NetworkLevel(name="node", fanout=chips, bandwidth=1.0, latency=0.0)
+    return Cluster(
+        name="two", chip=chip, levels=(node, NetworkLevel(name="net", fanout=nodes, bandwidth=1.0, latency=0.0))
+    )
 
 
 def test_ranks_on_the_mesh_follow_the_mapping() -> None:
-    plain = grid_of(Plan(degrees=Degrees(shard=2, tp=4)), cluster())
+    plain = rank_grid(Plan(degrees=Degrees(shard=2, tp=4)), cluster())
     assert plain.ranks.tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     mapped = Plan(degrees=Degrees(shard=2, tp=4), mapping={"shard": {"node": 2}})
-    assert sorted(grid_of(mapped, cluster()).ranks[0, :, 0]) == [0, 2], "the shards of one matrix share a node"
+    assert sorted(rank_grid(mapped, cluster()).ranks[0, :, 0]) == [0, 2], "the shards of one matrix share a node"
 
 
 def test_a_large_mesh_is_cut_in_the_middle() -> None:
-    assert elided(4, 4) == [0, 1, 2, 3]
-    assert elided(100, 4) == [0, 1, None, 99]
+    assert elide(4, 4) == [0, 1, 2, 3]
+    assert elide(100, 4) == [0, 1, None, 99]
 
 
 def test_stages_go_round_or_there_and_back() -> None:
-    looped = Plan(degrees=Degrees(pp=3), pipeline=Pipeline(schedule="interleaved", stages_per_rank=2))
-    turned = Plan(degrees=Degrees(pp=3), pipeline=Pipeline(schedule="zbv", stages_per_rank=2))
-    assert [stage_rank(looped, stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [stage_rank(turned, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    looped = Plan(degrees=Degrees(pp=3), pipeline=PipelineConfig(schedule="interleaved", stages_per_rank=2))
+    turned = Plan(degrees=Degrees(pp=3), pipeline=PipelineConfig(schedule="zbv", stages_per_rank=2))
+    assert [pp_rank_of_stage(looped, stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [pp_rank_of_stage(turned, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
 
 
 # -------------------------------------------------------------------------------------------- charts
@@ -245,32 +261,32 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 2000, 6) == [0, 500, 1000, 1500, 2000]
     assert ticks(2.31, 2.94, 4) == [2.4, 2.6, 2.8]
     assert ticks(3, 3, 4) == [3]
-    assert decades(0.3, 9) == [0.5, 1, 2, 5]
-    assert decades(1e-3, 1e3) == [1e-3, 1e-2, 1e-1, 1, 10, 100, 1000]
+    assert log_ticks(0.3, 9) == [0.5, 1, 2, 5]
+    assert log_ticks(1e-3, 1e3) == [1e-3, 1e-2, 1e-1, 1, 10, 100, 1000]
 
 
 def test_thinning_keeps_the_extremes_of_every_column() -> None:
     points = [(float(n), math.sin(n * 0.7) + (50 if n == 4321 else -50 if n == 77 else 0)) for n in range(10_000)]
-    thinned = thin(points, 100)
+    thinned = downsample(points, 100)
     assert len(thinned) <= 202
     assert thinned == sorted(thinned)
     assert {points[0], points[77], points[4321], points[-1]} <= set(thinned)
     for column in range(100):
         group = [point for point in points[1:-1] if int(point[0] / 9999 * 100) == column]
         assert {min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])} <= set(thinned)
-    assert thin(points[:200], 100) == points[:200]
+    assert downsample(points[:200], 100) == points[:200]
 
 
 def test_smoothing_takes_the_noise_and_keeps_the_line() -> None:
     line_points = [(float(n), 2.0 * n) for n in range(1000)]
-    assert [value for _, value in smoothed(line_points)[:900]] == pytest.approx([2.0 * n for n in range(900)])
+    assert [value for _, value in smooth(line_points)[:900]] == pytest.approx([2.0 * n for n in range(900)])
     noisy = [(float(n), 1.0 + (-1) ** n) for n in range(1000)]
-    assert all(abs(value - 1) < 0.1 for _, value in smoothed(noisy)[50:])
+    assert all(abs(value - 1) < 0.1 for _, value in smooth(noisy)[50:])
 
 
 def test_a_value_that_is_no_number_does_not_break_the_scale() -> None:
-    curve = Curve(name="loss", title="L", points=[(1, math.nan), (2, math.inf)], text=loss, log_from=3)
-    assert "nan" not in draw(curve, Marks(), (0, 2), height=100, columns=100)
+    curve = ChartSeries(name="loss", title="L", points=[(1, math.nan), (2, math.inf)], format_value=loss, log_ratio=3)
+    assert "nan" not in render_chart(curve, ChartMarkers(), (0, 2), height=100, columns=100)
 
 
 def test_figures_are_written_as_people_read_them() -> None:
@@ -283,10 +299,10 @@ def test_figures_are_written_as_people_read_them() -> None:
         "1.5B",
         MISSING,
     ]
-    assert [size(v) for v in (10, 1536, 3 * 1024**3)] == ["10 B", "1.5 KiB", "3.0 GiB"]
+    assert [size(v) for v in (10, 1500, 3e9, 4e12)] == ["10 B", "1.5 kB", "3.0 GB", "4.0 TB"]
     assert [duration(v) for v in (1.25, 59, 61, 3600, 90_000)] == ["1.2 s", "59 s", "1 min 1 s", "1 h", "1 d 1 h"]
     assert [percent(v) for v in (0.4123, 0.0123)] == ["41.2 %", "1.23 %"]
-    assert [rate(v) for v in (3e-4, 0, 1.25e-5)] == ["3e-4", "0", "1.25e-5"]
-    assert flops(2.496e15) == "2.5 PFLOP/s"
+    assert [scientific(v) for v in (3e-4, 0, 1.25e-5)] == ["3e-4", "0", "1.25e-5"]
+    assert flop_rate(2.496e15) == "2.5 PFLOP/s"
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
     assert sparkline([math.nan]) == ""

@@ -10,8 +10,10 @@ from made_runs import append, line, make_run, started, step
 from rich.console import Console
 
 from danlu.cli import main
-from danlu.report import Live, list_runs, summary, write_page
-from danlu.spec import Ended, RunFolder, Warned
+from danlu.report import ProgressDisplay, RunSummary, list_runs, summary, write_run_page
+from danlu.report.run_tables import runs_table, summarize_run
+from danlu.spec import EndEvent, RunFolder, WarningEvent
+from danlu.storage import run_lock
 
 
 @pytest.fixture
@@ -22,10 +24,10 @@ def run(tmp_path: Path) -> RunFolder:
 # ---------------------------------------------------------------------------------------------- live
 
 
-def watched(run: RunFolder, *, terminal: bool, clock: list[float]) -> tuple[Live, io.StringIO]:
+def watched(run: RunFolder, *, terminal: bool, clock: list[float]) -> tuple[ProgressDisplay, io.StringIO]:
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
-    return Live(run, console, every=5.0, clock=lambda: clock[0]), output
+    return ProgressDisplay(run, console, every=5.0, clock=lambda: clock[0]), output
 
 
 def test_the_live_line_reads_only_what_is_new_and_leaves_half_a_line(run: RunFolder) -> None:
@@ -38,11 +40,11 @@ def test_the_live_line_reads_only_what_is_new_and_leaves_half_a_line(run: RunFol
         file.write(text[:30])
         file.flush()
         live.update()
-        assert live.story.last is None
+        assert live.history.last_step is None
         file.write(text[30:])
     live.update()
-    assert live.story.step == 1
-    assert output.getvalue() == "step 1/5 (20%)  loss 6.0000  2k tokens/s  MFU 20.0 %  3.0 GiB  2.0 s left\n"
+    assert live.history.step == 1
+    assert output.getvalue() == "step 1/5 (20%)  loss 6.0000  2k tokens/s  MFU 20.0 %  3.0 GB  2.0 s left\n"
 
 
 def test_a_log_gets_the_first_line_the_last_and_few_between(run: RunFolder) -> None:
@@ -53,7 +55,7 @@ def test_a_log_gets_the_first_line_the_last_and_few_between(run: RunFolder) -> N
         append(run, [step(number)])
         live.update()
         clock[0] += 0.5
-    append(run, [Ended(time=1050, step=100, outcome="finished")])
+    append(run, [EndEvent(time=1050, step=100, outcome="finished")])
     live.close()
     lines = output.getvalue().splitlines()
     assert [row.split("/")[0] for row in lines] == [f"step {n}" for n in (1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100)]
@@ -64,9 +66,9 @@ def test_a_log_gets_the_first_line_the_last_and_few_between(run: RunFolder) -> N
 
 
 def test_warnings_are_printed_once_and_old_ones_not_again(run: RunFolder) -> None:
-    append(run, [started(), Warned(time=1000, rank=0, message="of the first start")])
+    append(run, [started(), WarningEvent(time=1000, rank=0, message="of the first start")])
     live, output = watched(run, terminal=False, clock=[0.0])
-    again = Warned(time=1000, rank=2, message="[x] is slow")
+    again = WarningEvent(time=1000, rank=2, message="[x] is slow")
     append(run, [started(), again, again, step(1)])
     live.update()
     live.close()
@@ -78,15 +80,54 @@ def test_the_terminal_shows_a_bar_and_a_line(run: RunFolder) -> None:
     with watched(run, terminal=True, clock=[0.0])[0] as live:
         output = live._console.file
         assert isinstance(output, io.StringIO)
-        live.update()
-        assert "waiting for the processes" in output.getvalue()
+        live.update(phase="importing torch")
+        assert "importing torch … 0 s" in output.getvalue()
         append(run, [started(), step(1), step(2), step(3, loss=9.0), step(4, loss=9.0)])
         live.update()
     shown = output.getvalue()
     assert "4/5 (80%)" in shown
     assert "0.5 s left" in shown
-    assert "loss 9.0000 ↑  2k tokens/s  MFU 20.0 %  3.0 GiB" in shown
+    assert "loss 9.0000 ↑  2k tokens/s  MFU 20.0 %  3.0 GB" in shown
     assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_what_takes_long_before_the_first_step_is_told_in_a_log_once(run: RunFolder) -> None:
+    clock = [0.0]
+    live, output = watched(run, terminal=False, clock=clock)
+    for moment in (0.0, 9.0, 10.0, 11.0, 30.0):
+        clock[0] = moment
+        live.update(phase="importing torch (1 of 2 ranks)")
+    append(run, [started(), step(1)])
+    clock[0] = 60.0
+    live.update(phase="first step")
+    assert output.getvalue().count("importing torch (1 of 2 ranks) … 10 s\n") == 1
+    assert "first step" not in output.getvalue()
+
+
+def test_events_that_a_full_disk_did_not_take_are_shown_all_the_same(run: RunFolder) -> None:
+    live, output = watched(run, terminal=False, clock=[0.0])
+    lost = [started(), WarningEvent(time=1000, rank=0, message="no room"), step(1), step(2)]
+    live.update(unwritten=[event.model_dump_json() for event in lost])
+    append(run, lost)  # later there was room
+    live.update()
+    live.close()
+    assert output.getvalue().count("warning rank 0: no room\n") == 1
+    assert "step 2/5 (40%)" in output.getvalue()
+
+
+def test_a_run_whose_lock_is_held_is_running_whatever_its_events_say(run: RunFolder) -> None:
+    append(run, [started(), step(1), EndEvent(time=2002, step=1, outcome="stopped")])
+    assert summarize_run(run).state == "stopped"
+    with run_lock.acquire(run):
+        assert summarize_run(run).state == "running"
+        assert "running" in render_table([summarize_run(run)])
+    assert summarize_run(run).state == "stopped"
+
+
+def render_table(summaries: list[RunSummary]) -> str:
+    output = io.StringIO()
+    Console(file=output, width=200).print(runs_table(summaries, width=200))
+    return output.getvalue()
 
 
 # ---------------------------------------------------------------------------------------------- runs
@@ -105,7 +146,7 @@ def runs(run: RunFolder) -> Path:
     """A folder of four runs: unfinished, failed, one without events, and a folder that is no run."""
     append(run, [started(), step(1), step(2)])
     failed = RunFolder(run.path.parent / "second-run")
-    append(failed, [started(time=2000), step(1), Ended(time=2002, step=1, outcome="failed", message="why")])
+    append(failed, [started(time=2000), step(1), EndEvent(time=2002, step=1, outcome="failed", message="why")])
     failed.recipe.write_text(run.recipe.read_text())
     empty = RunFolder(run.path.parent / "third-run")
     empty.path.mkdir()
@@ -133,8 +174,10 @@ def test_the_runs_command_prints_a_table_and_json(
 ) -> None:
     assert command(monkeypatch, "runs", "--folder", str(runs)) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["run", "state", "model", "step", "loss", "tokens/s", "time", "started"]
-    assert re.search(r"first-run +unfinished, last event .* ago +<tiny> & co +2/5 +4\.0000 █▁ +2k +1\.0 s", rows[2])
+    assert rows[0].split() == ["run", "state", "model", "step", "loss", "tokens/s", "dtype", "time", "started"]
+    assert re.search(
+        r"first-run +unfinished, last event .* ago +<tiny> & co +2/5 +4\.0000 █▁ +2k +fp32 +1\.0 s", rows[2]
+    )
     assert command(monkeypatch, "runs", "--folder", str(runs), "--json") == 0
     assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["second-run", "first-run", "third-run"]
 
@@ -190,8 +233,8 @@ def test_a_wrong_name_is_answered_with_the_nearest(
 
 
 def test_the_summary_names_the_page_and_what_the_loss_means(run: RunFolder) -> None:
-    append(run, [started(), *(step(n) for n in range(1, 6)), Ended(time=1003, step=5, outcome="finished")])
-    write_page(run)
+    append(run, [started(), *(step(n) for n in range(1, 6)), EndEvent(time=1003, step=5, outcome="finished")])
+    write_run_page(run)
     output = io.StringIO()
     Console(file=output, width=200).print(summary(run))
     shown = output.getvalue()

@@ -4,45 +4,61 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import ValidationError
 
 from danlu import scheduler
-from danlu.cli.slurm_task import current_ranks, ranks_of, slurm_failed, task_of
+from danlu.cli import slurm_commands
+from danlu.cli.slurm_commands import assign_ranks, resolve_task, slurm_ended, wait_for_ranks_file
+from danlu.cli.train import EXIT_STOPPED
 from danlu.scheduler import (
     JobStatus,
-    Ranks,
+    RankMap,
     SlurmError,
     SlurmJob,
     Switch,
-    expand,
-    free_port,
-    node_address,
+    expand_hostlist,
+    find_free_port,
+    get_job_status,
+    get_node_address,
     order_nodes,
     parse_topology,
     ranks_per_node,
+    read_job_id,
     read_ranks,
-    render,
-    status,
-    submit,
-    topology,
+    read_topology,
+    render_sbatch,
+    submit_script,
+    write_job_id,
     write_ranks,
 )
 from danlu.scheduler.slurm import run_command
-from danlu.spec import Chip, Cluster, Degrees, Ended, Level, Plan, RunFolder, StepReport
+from danlu.spec import Chip, Cluster, Degrees, EndEvent, NetworkLevel, Plan, RunFolder, StepEvent
+from danlu.storage import run_lock
+
+HOLDING_SHELL = 'exec 9<>"$0"/.lock; "$1" -c "$2" "$0"; echo taken; read -r _'
+TAKE_FOR_PARENT = """
+import os, sys
+from pathlib import Path
+from danlu.spec import RunFolder
+from danlu.storage import run_lock
+run_lock.acquire(RunFolder(Path(sys.argv[1])), job=31, descriptor=9, pid=os.getppid())
+"""
 
 JOB = SlurmJob(
     name="first run",
-    folder="/users/a b",
-    run="/data/50%/runs/first run",
+    workdir="/users/a b",
+    run_folder="/data/50%/runs/first run",
     python="/venv/python",
     nodes=2,
     tasks_per_node=4,
 )
-RANKS = Ranks(job=7, restart=1, nodes=("n2", "n0"), tasks_per_node=4, store="10.0.0.2:20007", remark="test")
+RANKS = RankMap(job=7, restart=1, nodes=("n2", "n0"), tasks_per_node=4, store="10.0.0.2:20007", remark="test")
 
 
 def said(stdout: str, stderr: str = "", code: int = 0):  # noqa: ANN201
@@ -70,12 +86,12 @@ class TestHostlist:
         ],
     )
     def test_it_is_written_out_in_its_own_order(self, hostlist: str, hosts: list[str]) -> None:
-        assert list(expand(hostlist)) == hosts
+        assert list(expand_hostlist(hostlist)) == hosts
 
     @pytest.mark.parametrize("hostlist", ["n[0-3", "n0-3]", "n[3-1]", "n[a-c]", "n[]", "a,,b", "n[[0]]"])
     def test_what_slurm_would_not_write_is_an_error_that_names_it(self, hostlist: str) -> None:
         with pytest.raises(ValueError, match="host list"):
-            expand(hostlist)
+            expand_hostlist(hostlist)
 
 
 class TestTopology:
@@ -126,12 +142,12 @@ SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-3] Switches=sn[0-1]
     def test_without_topology_slurms_order_stands_and_is_said(self) -> None:
         order = order_nodes(["n0", "n1", "n2"], (), first="n0")
         assert order.nodes == ("n0", "n1", "n2")
-        assert "Slurm knows no topology" in order.remark
+        assert "Slurm has no topology" in order.remark
 
     def test_nodes_on_no_switch_come_last_and_are_named(self) -> None:
         order = order_nodes(["a9", "n0", "n1", "n2"], parse_topology(self.TWO_LEVELS), first="n0")
         assert order.nodes == ("n0", "n2", "n1", "a9")
-        assert "a9 hang on no switch" in order.remark
+        assert "a9 are on no switch" in order.remark
 
     def test_rank_0_is_on_the_batch_host_even_if_it_hangs_on_no_switch(self) -> None:
         order = order_nodes(["n0", "a9", "n1", "n2"], parse_topology(self.TWO_LEVELS), first="a9")
@@ -152,19 +168,21 @@ def _children(level: int, here: int) -> tuple[str, str]:
 
 class TestScript:
     def test_it_says_what_was_asked_and_quotes_what_a_shell_would_split(self) -> None:
-        script = render(JOB.model_copy(update={"time": "1-00:00:00", "partition": "low", "extra": ("--constraint=x",)}))
+        script = render_sbatch(
+            JOB.model_copy(update={"time": "1-00:00:00", "partition": "low", "extra_options": ("--constraint=x",)})
+        )
         assert script.startswith("#!/bin/bash\n#SBATCH --job-name=first-run\n#SBATCH --nodes=2\n")
         for line in ("--ntasks-per-node=4", "--requeue", "--time=1-00:00:00", "--partition=low", "--constraint=x"):
             assert f"#SBATCH {line}\n" in script
         assert "#SBATCH --account" not in script
         assert "#SBATCH --output='/data/50%%/runs/first run/logs/job.log'\n" in script
         assert "\ncd '/users/a b'\n" in script
-        assert "/venv/python -m danlu slurm-ranks '/data/50%/runs/first run'\n" in script
+        assert "/venv/python -m danlu slurm-ranks '/data/50%/runs/first run' --lock 9\n" in script
         assert "/venv/python -m danlu slurm-task '/data/50%/runs/first run' || code=$?\n" in script
         assert "--ntasks=8" in script
 
     def test_it_is_a_script(self) -> None:
-        subprocess.run(["bash", "-n"], input=render(JOB), text=True, check=True)
+        subprocess.run(["bash", "-n"], input=render_sbatch(JOB), text=True, check=True)
 
     @pytest.mark.parametrize(
         ("option", "complaint"),
@@ -177,7 +195,7 @@ class TestScript:
     )
     def test_an_option_that_is_none_or_is_ours_is_refused(self, option: str, complaint: str) -> None:
         with pytest.raises(ValidationError, match=complaint):
-            SlurmJob(**(JOB.model_dump() | {"extra": (option,)}))
+            SlurmJob(**(JOB.model_dump() | {"extra_options": (option,)}))
 
 
 class TestFit:
@@ -186,8 +204,8 @@ class TestFit:
         name="lab",
         chip=Chip(name="c", kind="cpu", memory=1, memory_bandwidth=1.0, peak={"fp32": 1.0}),
         levels=(
-            Level(name="node", fanout=4, bandwidth=1.0, latency=0.0),
-            Level(name="net", fanout=3, bandwidth=1.0, latency=0.0),
+            NetworkLevel(name="node", fanout=4, bandwidth=1.0, latency=0.0),
+            NetworkLevel(name="net", fanout=3, bandwidth=1.0, latency=0.0),
         ),
     )
 
@@ -211,12 +229,12 @@ class TestFit:
     @pytest.mark.parametrize(
         ("nodes", "asked", "plan", "cluster", "complaint"),
         [
-            (3, None, EIGHT, None, "8 ranks, which 3 nodes cannot share evenly: --nodes 2 or --nodes 4 would fit"),
-            (9, None, EIGHT, None, "9 nodes cannot share evenly: --nodes 8 would fit"),
+            (3, None, EIGHT, None, "8 ranks, which do not divide evenly over 3 nodes: --nodes 2 or --nodes 4 would"),
+            (9, None, EIGHT, None, "do not divide evenly over 9 nodes: --nodes 8 would fit"),
             (1, 4, EIGHT, None, "1 nodes × 4 ranks are 4: --nodes 2 or --ranks-per-node 8 would fit"),
             (3, 3, EIGHT, None, "3 nodes × 3 ranks are 9: a plan of 9 ranks would fit"),
             (1, None, EIGHT, CLUSTER, "node of lab has 4 chips, but gets 8 ranks"),
-            (4, None, None, CLUSTER, "lab has 3 nodes, but 4 are asked: --nodes 3 would fit"),
+            (4, None, None, CLUSTER, "lab has 3 nodes, but 4 are requested: --nodes 3 would fit"),
         ],
     )
     def test_what_does_not_fit_is_told_with_the_number_that_would(
@@ -229,17 +247,17 @@ class TestFit:
 class TestCommands:
     def test_submit_returns_the_number_also_with_a_cluster_behind_it(self) -> None:
         run, asked = said("4711;cluster\n")
-        assert submit(Path("job.sbatch"), run) == 4711
+        assert submit_script(Path("job.sbatch"), run) == 4711
         assert asked == [["sbatch", "--parsable", "job.sbatch"]]
 
     def test_a_refusal_is_told_in_slurms_own_words(self) -> None:
         run, _ = said("", "sbatch: error: invalid partition specified: nope\n", code=1)
         with pytest.raises(SlurmError, match="invalid partition specified: nope"):
-            submit(Path("job.sbatch"), run)
+            submit_script(Path("job.sbatch"), run)
 
     def test_an_answer_without_a_number_is_an_error(self) -> None:
         with pytest.raises(SlurmError, match="job number"):
-            submit(Path("job.sbatch"), said("queued, good luck\n")[0])
+            submit_script(Path("job.sbatch"), said("queued, good luck\n")[0])
 
     def test_a_command_that_is_not_installed_is_a_clear_error(self) -> None:
         with pytest.raises(SlurmError, match="`sbatch-of-nowhere` is not found"):
@@ -247,7 +265,7 @@ class TestCommands:
 
     def test_the_state_of_a_job(self) -> None:
         line = "JobId=12 JobName=x JobState=FAILED Reason=NonZeroExitCode Restarts=2 ExitCode=3:0 NodeList=n[0-1]\n"
-        assert status(12, said(line)[0]) == JobStatus(
+        assert get_job_status(12, said(line)[0]) == JobStatus(
             job=12, state="FAILED", reason="NonZeroExitCode", exit_code=3, signal=0, restarts=2
         )
 
@@ -266,13 +284,27 @@ class TestCommands:
         self, state: str, code: int, signal: int, over: bool, outcome: int
     ) -> None:
         job = JobStatus(job=1, state=state, reason="", exit_code=code, signal=signal, restarts=0)
-        assert (job.over, job.outcome) == (over, outcome)
+        assert (job.is_finished, job.shell_exit_code) == (over, outcome)
 
     def test_the_two_questions_a_job_asks(self) -> None:
-        assert topology(said("", "scontrol: error: No topology information available\n")[0]) == ()
-        assert node_address("n0", said("NodeName=n0 Arch=x NodeAddr=10.1.2.3 NodeHostName=n0\n")[0]) == "10.1.2.3"
+        assert read_topology(said("", "scontrol: error: No topology information available\n")[0]) == ()
+        assert get_node_address("n0", said("NodeName=n0 Arch=x NodeAddr=10.1.2.3 NodeHostName=n0\n")[0]) == "10.1.2.3"
         with pytest.raises(SlurmError, match="NodeAddr"):
-            node_address("n0", said("NodeName=n0\n")[0])
+            get_node_address("n0", said("NodeName=n0\n")[0])
+
+    def test_to_stop_is_to_signal_the_tasks_and_not_the_script(self) -> None:
+        run, asked = said("")
+        scheduler.request_stop(12, run)
+        scheduler.cancel_job(13, run)
+        assert asked == [["scancel", "--signal=TERM", "12"], ["scancel", "13"]]
+
+    def test_the_job_of_a_run_is_found_again(self, tmp_path: Path) -> None:
+        assert read_job_id(tmp_path) is None
+        write_job_id(tmp_path, 77)
+        assert read_job_id(tmp_path) == 77
+        (tmp_path / "job.json").write_text("{}")
+        with pytest.raises(ValueError, match="is not a file that `danlu launch` wrote"):
+            read_job_id(tmp_path)
 
 
 class TestRanks:
@@ -297,19 +329,25 @@ class TestRanks:
             read_ranks(tmp_path)
 
     def test_every_rank_is_held_once_in_the_order_of_the_nodes(self) -> None:
-        assert [RANKS.rank(node, local) for node in ("n2", "n0") for local in range(4)] == list(range(8))
+        assert [RANKS.rank_of(node, local) for node in ("n2", "n0") for local in range(4)] == list(range(8))
 
     def test_a_foreign_node_or_task_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="node n9"):
-            RANKS.rank("n9", 0)
+            RANKS.rank_of("n9", 0)
         with pytest.raises(ValueError, match="number 4"):
-            RANKS.rank("n0", 4)
+            RANKS.rank_of("n0", 4)
 
     def test_a_task_finds_its_rank_and_its_threads(self) -> None:
-        task = task_of(RANKS, self.TASK)
-        assert (task.rank, task.world, task.local_rank, task.store, task.threads) == (7, 8, 3, "10.0.0.2:20007", 2)
-        assert task_of(RANKS, {**self.TASK, "SLURM_CPUS_PER_TASK": "6"}).threads == 6
-        assert task_of(RANKS, {**self.TASK, "SLURM_CPUS_ON_NODE": "1"}).threads == 1
+        task = resolve_task(RANKS, self.TASK)
+        assert (task.rank, task.world_size, task.local_rank, task.rdzv_endpoint, task.threads) == (
+            7,
+            8,
+            3,
+            "10.0.0.2:20007",
+            2,
+        )
+        assert resolve_task(RANKS, {**self.TASK, "SLURM_CPUS_PER_TASK": "6"}).threads == 6
+        assert resolve_task(RANKS, {**self.TASK, "SLURM_CPUS_ON_NODE": "1"}).threads == 1
 
     @pytest.mark.parametrize(
         ("change", "complaint"),
@@ -321,7 +359,7 @@ class TestRanks:
     )
     def test_an_environment_that_does_not_fit_is_an_error(self, change: dict[str, str], complaint: str) -> None:
         with pytest.raises(ValueError, match=complaint):
-            task_of(RANKS, {**self.TASK, **change})
+            resolve_task(RANKS, {**self.TASK, **change})
 
     def test_a_task_waits_for_the_file_of_its_own_start(self, tmp_path: Path) -> None:
         """A requeued job on a network file system: the first looks show the file of the earlier start."""
@@ -333,20 +371,20 @@ class TestRanks:
             if len(slept) == 3:
                 write_ranks(tmp_path, RANKS)
 
-        assert current_ranks(tmp_path, self.TASK, clock=lambda: sum(slept), sleep=sleep) == RANKS
+        assert wait_for_ranks_file(tmp_path, self.TASK, clock=lambda: sum(slept), sleep=sleep) == RANKS
         assert len(slept) == 3
 
     def test_a_file_that_never_comes_is_an_error_that_says_what_was_seen(self, tmp_path: Path) -> None:
         slept: list[float] = []
         with pytest.raises(ValueError, match="must be of job 7, restart 1, but does not exist after 5 s"):
-            current_ranks(tmp_path, self.TASK, patience=5, clock=lambda: sum(slept), sleep=slept.append)
+            wait_for_ranks_file(tmp_path, self.TASK, timeout=5, clock=lambda: sum(slept), sleep=slept.append)
         assert sum(slept) == 5
 
     @pytest.mark.parametrize(
         ("text", "nodes", "remark"),
         [
             (TestTopology.TWO_LEVELS, ("n3", "n1", "n0", "n2"), "follow the topology"),
-            ("", ("n3", "n0", "n1", "n2"), "Slurm knows no topology"),
+            ("", ("n3", "n0", "n1", "n2"), "Slurm has no topology"),
             ("BlockName=b1 Nodes=n[0-3]", ("n3", "n0", "n1", "n2"), "was not understood: "),
         ],
     )
@@ -354,9 +392,9 @@ class TestRanks:
         self, monkeypatch: pytest.MonkeyPatch, text: str, nodes: tuple[str, ...], remark: str
     ) -> None:
         asked = []
-        monkeypatch.setattr(scheduler, "topology", lambda: asked.append("topology") or parse_topology(text))
-        monkeypatch.setattr(scheduler, "node_address", lambda node: asked.append(node) or "10.0.0.2")
-        ranks = ranks_of(
+        monkeypatch.setattr(scheduler, "read_topology", lambda: asked.append("topology") or parse_topology(text))
+        monkeypatch.setattr(scheduler, "get_node_address", lambda node: asked.append(node) or "10.0.0.2")
+        ranks = assign_ranks(
             {
                 "SLURM_JOB_ID": "7",
                 "SLURMD_NODENAME": "n3",
@@ -379,20 +417,59 @@ class TestRanks:
             "seconds": 1.0,
             "memory": 1,
         }
-        run.events.write_text("".join(StepReport(step=step, **figures).model_dump_json() + "\n" for step in (1, 2)))
-        slurm_failed(tmp_path, 3)
+        run.events.write_text("".join(StepEvent(step=step, **figures).model_dump_json() + "\n" for step in (1, 2)))
+        with pytest.raises(typer.Exit) as ending:
+            slurm_ended(tmp_path, 7)
+        assert ending.value.exit_code == 7
         *_, end = run.read_events()
-        assert isinstance(end, Ended) and (end.step, end.outcome) == (2, "failed")
-        assert "exit code 3" in end.message
+        assert isinstance(end, EndEvent) and (end.step, end.outcome) == (2, "failed")
+        assert "exit code 7" in end.message
+
+    def test_a_job_whose_run_was_stopped_ends_as_train_does_and_an_older_stop_is_not_its_own(
+        self, tmp_path: Path
+    ) -> None:
+        run = RunFolder(tmp_path)
+        run.events.write_text(EndEvent(time=1.0, step=4, outcome="stopped").model_dump_json() + "\n")
+        with run_lock.acquire(run, job=12):
+            slurm_ended(tmp_path, 0)  # of an earlier start, and this one ended well without a word
+            with run.events.open("a") as events:
+                events.write(EndEvent(time=time.time(), step=9, outcome="stopped").model_dump_json() + "\n")
+            for code in (0, 143):  # a cancelled job's tasks end by a signal, after they have saved
+                with pytest.raises(typer.Exit) as ending:
+                    slurm_ended(tmp_path, code)
+                assert ending.value.exit_code == EXIT_STOPPED
+        assert sum(1 for _ in run.read_events()) == 2, "nothing was added"
+
+    def test_the_jobs_script_holds_the_lock_and_a_live_run_is_left_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(slurm_commands, "_LOCK_TIMEOUT", 0.1)
+        monkeypatch.setenv("SLURM_JOB_ID", "31")
+        monkeypatch.setattr(slurm_commands, "assign_ranks", lambda environment: pytest.fail("the lock comes first"))
+        run = RunFolder(tmp_path)
+        with run_lock.acquire(run), pytest.raises(typer.Exit):
+            slurm_commands.slurm_ranks(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        shell = subprocess.Popen(
+            ["bash", "-c", HOLDING_SHELL, str(tmp_path), sys.executable, TAKE_FOR_PARENT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert shell.stdin and shell.stdout and shell.stdout.readline() == "taken\n"
+        holder = run_lock.read_holder(run)
+        assert holder is not None and (holder.pid, holder.job, holder.is_alive) == (shell.pid, 31, True)
+        shell.communicate("\n")
+        assert run_lock.read_holder(run) is None
 
     def test_a_port_in_use_is_passed_over(self) -> None:
         with socket.socket() as holder:
-            port = free_port(job=123)
+            port = find_free_port(job=123)
             holder.bind(("", port))
             holder.listen()
-            assert free_port(job=123) > port
+            assert find_free_port(job=123) > port
 
 
 def test_the_room_loads_without_torch() -> None:
-    code = "import sys, danlu.scheduler, danlu.cli.slurm_task, danlu.cli.launch; assert 'torch' not in sys.modules"
+    code = "import sys, danlu.scheduler, danlu.cli.slurm_commands, danlu.cli.launch; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from danlu.cli.app import app
 from danlu.spec import Cluster, Plan, Recipe, SpecError, toml
-from danlu.spec.description import Bandwidth, Bytes, Flops, Seconds
+from danlu.spec.divisors import closest_divisor, closest_multiple, divisors
 from danlu.spec.load import load_cluster, load_model, load_plan, load_recipe
-from danlu.spec.numbers import closest_divisor, closest_multiple, divisors
-from danlu.spec.schema import KINDS, schema
+from danlu.spec.quantity import Bandwidth, Bytes, Flops, Seconds
+from danlu.spec.schema import FILE_KINDS, json_schema
 
 NASTY = '''\
 # [not.a.table] and not = "a key"
@@ -218,9 +218,9 @@ def test_nearest_numbers() -> None:
     assert closest_multiple(3, 8) == 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILE_KINDS)
 def test_schema_is_strict_and_explained(kind: Any) -> None:
-    described = schema(kind)
+    described = json_schema(kind)
     tables = [*described.get("$defs", {}).values(), *([described] if "properties" in described else [])]
     assert tables
     for table in tables:
@@ -230,7 +230,7 @@ def test_schema_is_strict_and_explained(kind: Any) -> None:
 
 
 def test_schema_of_the_recipe_allows_a_base() -> None:
-    recipe = schema("recipe")
+    recipe = json_schema("recipe")
     model, moe = (recipe["$defs"][name] for name in ("Model", "Moe"))
     assert "llama3-8b" in model["properties"]["base"]["enum"]
     assert "required" not in model
@@ -247,17 +247,17 @@ def test_schema_of_the_recipe_allows_a_base() -> None:
 
 def test_schema_has_every_field_and_quantities_as_text() -> None:
     for kind, described in (("recipe", Recipe), ("cluster", Cluster), ("plan", Plan)):
-        assert set(schema(kind)["properties"]) == set(described.model_fields)  # type: ignore[arg-type]
-    memory = schema("cluster")["$defs"]["Chip"]["properties"]["memory"]
-    assert [choice["type"] for choice in memory["anyOf"]] == ["integer", "string"]
+        assert set(json_schema(kind)["properties"]) == set(described.model_fields)  # type: ignore[arg-type]
+    memory = json_schema("cluster")["$defs"]["Chip"]["properties"]["memory"]
+    assert memory["type"] == "string" and memory["examples"] == ["80 GiB"]
 
 
 def test_schema_command(tmp_path: Path) -> None:
     run = CliRunner()
-    assert all(kind in run.invoke(app, ["schema"]).stdout for kind in KINDS)
-    assert json.loads(run.invoke(app, ["schema", "plan"]).stdout) == schema("plan")
+    assert all(kind in run.invoke(app, ["schema"]).stdout for kind in FILE_KINDS)
+    assert json.loads(run.invoke(app, ["schema", "plan"]).stdout) == json_schema("plan")
     assert run.invoke(app, ["schema", "-o", str(tmp_path / "schemas")]).exit_code == 0
     assert sorted(file.name for file in (tmp_path / "schemas").iterdir()) == sorted(
-        f"{kind}.schema.json" for kind in KINDS
+        f"{kind}.schema.json" for kind in FILE_KINDS
     )
     assert "did you mean `recipe`?" in str(run.invoke(app, ["schema", "recipes"]).exception)

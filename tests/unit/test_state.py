@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
-from danlu.spec.recipe import Optimizer
+from danlu.spec.recipe import OptimizerConfig
 
 
 def state(seed: int = 7) -> TrainState:
@@ -17,16 +17,16 @@ def state(seed: int = 7) -> TrainState:
     second.register_buffer("load", torch.zeros(3), persistent=False)
     second.register_buffer("bias", torch.zeros(3))
     parts: list[nn.Module] = [first, second]
-    return TrainState(parts, build_optimizer(parts, Optimizer(learning_rate=0.1)), seed)
+    return TrainState(parts, build_optimizer(parts, OptimizerConfig(learning_rate=0.1)), seed)
 
 
 def take_step(made: TrainState, rate: float = 0.1) -> None:
     """A step whose gradient depends on the step alone, and on the random numbers of it."""
-    made.seed_step(rank=0)
+    made.seed_step(data_index=0)
     for parameter in made.parameters():
         parameter.grad = torch.randn(parameter.shape)
-    made.update(rate)
-    made.advance(samples=8)
+    made.optimizer_step(rate)
+    made.next_step(samples=8)
 
 
 def copied(made: TrainState) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def test_a_state_that_is_restored_goes_on_as_if_it_had_never_stopped() -> None:
             parameter.fill_(99.0)
     for name, tensor in resumed.tensors().items():
         tensor.detach().copy_(tensors[name])
-    resumed.restore(scalars)
+    resumed.restore_scalars(scalars)
     assert (resumed.step, resumed.cursor) == (3, 24)
     for _ in range(3):
         take_step(straight)
@@ -82,7 +82,7 @@ def test_a_step_that_is_skipped_moves_the_data_and_not_the_parameters() -> None:
     before = copied(made)
     for parameter in made.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
-    made.advance(samples=8)
+    made.next_step(samples=8)
     assert (made.step, made.cursor) == (1, 8)
     assert all(parameter.grad is None for parameter in made.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.tensors().items())
@@ -111,5 +111,5 @@ def test_random_numbers_are_those_of_seed_step_and_rank() -> None:
 def test_a_checkpoint_of_another_order_of_the_data_is_refused() -> None:
     made = state()
     with pytest.raises(ValueError, match=r"`seed` must be that of the checkpoint \(8\), but is 7"):
-        made.restore(made.scalars() | {"seed": 8})
+        made.restore_scalars(made.scalars() | {"seed": 8})
     assert made.step == 0

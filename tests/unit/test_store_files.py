@@ -13,14 +13,14 @@ import pytest
 from numpy.typing import NDArray
 
 from danlu.spec import SpecError
-from danlu.storage.block_cache import LEAST, BlockCache
-from danlu.storage.blocks import sum_of
-from danlu.storage.build import build
-from danlu.storage.index import BLOCK
-from danlu.storage.memory_store import MemoryStore
-from danlu.storage.store_files import StoreFiles
-from danlu.storage.tokenizer import BytesTokenizer
-from danlu.storage.tokens import Dataset, TokenShards
+from danlu.storage.data.block_cache import MIN_CACHE_BYTES, BlockCache
+from danlu.storage.data.block_checksums import block_crc32c
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.dataset_index import CHECKSUM_BLOCK_BYTES
+from danlu.storage.data.store_shard_reader import StoreShardReader
+from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
+from danlu.storage.data.tokenizer import BytesTokenizer
+from danlu.storage.store.memory_store import MemoryStore
 
 LENGTH = 1000
 
@@ -55,49 +55,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dice = random.Random(3)
     lines = [json.dumps({"text": "".join(dice.choices("abcdefgh", k=3000))}) for _ in range(100)]
     (root / "text.jsonl").write_text("\n".join(lines))
-    build([str(root / "text.jsonl")], root / "shards", BytesTokenizer(), shard_tokens=100_007)
+    build_dataset([str(root / "text.jsonl")], root / "shards", BytesTokenizer(), shard_tokens=100_007)
     return root / "shards"
 
 
 class Opened:
-    def __init__(self, folder: Path, cache: Path, size: int = 64 * LEAST, patience: float = 60) -> None:
+    def __init__(self, folder: Path, cache: Path, size: int = 64 * MIN_CACHE_BYTES, patience: float = 60) -> None:
         self.store = Faulty(folder)
         self.warnings: list[str] = []
         self.pauses: list[float] = []
         self.cache = BlockCache(cache, size)
-        files = StoreFiles(self.store, self.cache, self.warnings.append, patience=patience, pause=self.pauses.append)
-        self.shards = TokenShards.over(files)
-        self.data = Dataset(self.shards, LENGTH, seed=1)
+        files = StoreShardReader(
+            self.store, self.cache, self.warnings.append, timeout=patience, pause=self.pauses.append
+        )
+        self.shards = TokenShards.from_reader(files)
+        self.data = ShuffledDataset(self.shards, LENGTH, seed=1)
 
 
 def expected(folder: Path) -> NDArray[np.int64]:
-    return Dataset(TokenShards.open(folder), LENGTH, seed=1).at(np.arange(400))
+    return ShuffledDataset(TokenShards.open(folder), LENGTH, seed=1).read_samples(np.arange(400))
 
 
 def test_the_same_samples_as_from_a_folder_and_each_block_read_once(folder: Path, tmp_path: Path) -> None:
     opened = Opened(folder, tmp_path)
-    assert (opened.data.at(np.arange(400)) == expected(folder)).all()
-    assert (opened.data.at(np.arange(400)) == expected(folder)).all()
+    assert (opened.data.read_samples(np.arange(400)) == expected(folder)).all()
+    assert (opened.data.read_samples(np.arange(400)) == expected(folder)).all()
     assert sum(count for path, count in opened.store.reads.items() if path.endswith(".bin")) <= 12
     again = Opened(folder, tmp_path)
-    assert (again.data.at(np.arange(400)) == expected(folder)).all()
+    assert (again.data.read_samples(np.arange(400)) == expected(folder)).all()
     assert not any(path.endswith(".bin") for path in again.store.reads), "another process finds them in the cache"
     opened.shards.verify()
     assert not opened.warnings
 
 
 def test_a_cache_too_small_for_the_data_stays_within_its_size(folder: Path, tmp_path: Path) -> None:
-    opened, whole = Opened(folder, tmp_path, size=LEAST), expected(folder)
+    opened, whole = Opened(folder, tmp_path, size=MIN_CACHE_BYTES), expected(folder)
     for batch in range(40):
         rows = np.arange(batch * 10, batch * 10 + 10)
-        assert (opened.data.at(rows) == whole[rows]).all()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= LEAST + 4096
+        assert (opened.data.read_samples(rows) == whole[rows]).all()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= MIN_CACHE_BYTES + 4096
 
 
 def test_a_store_that_fails_is_tried_again_and_the_user_told(folder: Path, tmp_path: Path) -> None:
     opened = Opened(folder, tmp_path)
     opened.store.failures = 6
-    assert (opened.data.at(np.arange(100)) == expected(folder)[:100]).all()
+    assert (opened.data.read_samples(np.arange(100)) == expected(folder)[:100]).all()
     assert len(opened.warnings) == 1 and "connection reset" in opened.warnings[0]
     assert len(opened.pauses) > 2 and max(opened.pauses) > 2 * min(opened.pauses)
 
@@ -108,45 +110,45 @@ def test_a_dead_store_is_an_error_when_the_patience_is_over(folder: Path, tmp_pa
     with pytest.raises(
         SpecError, match=r"memory://faulty:1: store: did not answer for .* s: connection reset\n.*resume"
     ):
-        opened.data.at(np.arange(10))
+        opened.data.read_samples(np.arange(10))
     opened.store.failures = 0
-    assert (opened.data.at(np.arange(10)) == expected(folder)[:10]).all()
+    assert (opened.data.read_samples(np.arange(10)) == expected(folder)[:10]).all()
 
 
 def test_flipped_bits_on_the_way_are_fetched_again_and_in_the_store_named(folder: Path, tmp_path: Path) -> None:
     opened = Opened(folder, tmp_path)
     opened.store.flips = 2
-    assert (opened.data.at(np.arange(400)) == expected(folder)).all()
-    assert "came with CRC-32C" in opened.warnings[0]
+    assert (opened.data.read_samples(np.arange(400)) == expected(folder)).all()
+    assert "was read with CRC-32C" in opened.warnings[0]
     damaged = Opened(folder, tmp_path / "other")
     raw = bytearray((folder / "00001.bin").read_bytes())
-    raw[BLOCK + 5] ^= 1
+    raw[CHECKSUM_BLOCK_BYTES + 5] ^= 1
     damaged.store.write("00001.bin", [raw])
-    place = r"00001\.bin:1: block 1: is damaged: .*tokens 132775 to 165542, documents 44 to 55"
+    place = r"00001\.bin:1: block 1: is corrupt: .*tokens 132775 to 165542, documents 44 to 55"
     with pytest.raises(SpecError, match=place):
-        damaged.data.at(np.arange(400))
+        damaged.data.read_samples(np.arange(400))
 
 
 def test_what_is_missing_or_cut_short_is_said_at_once(folder: Path, tmp_path: Path) -> None:
     opened = Opened(folder, tmp_path)
     opened.store.write("00001.bin", [b"short"])
     with pytest.raises(SpecError, match=r"00001\.bin"):
-        opened.data.at(np.arange(400))
+        opened.data.read_samples(np.arange(400))
     assert not opened.pauses
     opened.store.remove("index.json")
-    with pytest.raises(SpecError, match=r"index\.json:1: data: is not there"):
+    with pytest.raises(SpecError, match=r"index\.json:1: data: does not exist"):
         opened.shards.refresh()
 
 
 def test_a_cache_that_was_damaged_is_read_around(folder: Path, tmp_path: Path) -> None:
     opened = Opened(folder, tmp_path)
-    opened.data.at(np.arange(400))
+    opened.data.read_samples(np.arange(400))
     (blocks,) = tmp_path.glob("blocks-*.bin")
     raw = bytearray(blocks.read_bytes())
-    for place in range(100, len(raw), BLOCK // 2):
+    for place in range(100, len(raw), CHECKSUM_BLOCK_BYTES // 2):
         raw[place] ^= 1
     blocks.write_bytes(raw)
-    assert (Opened(folder, tmp_path).data.at(np.arange(400)) == expected(folder)).all()
+    assert (Opened(folder, tmp_path).data.read_samples(np.arange(400)) == expected(folder)).all()
 
 
 def test_a_full_disk_under_the_cache_is_told_and_read_around(
@@ -154,8 +156,9 @@ def test_a_full_disk_under_the_cache_is_told_and_read_around(
 ) -> None:
     opened = Opened(folder, tmp_path)
     monkeypatch.setattr(opened.cache, "put", _no_space)
-    assert (opened.data.at(np.arange(400)) == expected(folder)).all()
-    assert opened.warnings == ["the cache for memory://faulty cannot be written and is left alone: [Errno 28] no space"]
+    assert (opened.data.read_samples(np.arange(400)) == expected(folder)).all()
+    unused = "cannot be written and is no longer used: [Errno 28] no space"
+    assert opened.warnings == [f"the cache for memory://faulty {unused}"]
 
 
 def _no_space(*block: object) -> None:
@@ -163,36 +166,36 @@ def _no_space(*block: object) -> None:
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, LEAST)  # one set of eight
-    blocks = [bytes([number]) * BLOCK for number in range(9)]
+    cache = BlockCache(tmp_path, MIN_CACHE_BYTES)  # one set of eight
+    blocks = [bytes([number]) * CHECKSUM_BLOCK_BYTES for number in range(9)]
     for number in range(8):
         cache.put("x", number, blocks[number])
-    assert cache.get("x", 0, BLOCK, sum_of(blocks[0])) == blocks[0]
+    assert cache.get("x", 0, CHECKSUM_BLOCK_BYTES, block_crc32c(blocks[0])) == blocks[0]
     cache.put("x", 8, blocks[8])
-    held = [number for number in range(9) if cache.get("x", number, BLOCK, sum_of(blocks[number]))]
+    held = [number for number in range(9) if cache.get("x", number, CHECKSUM_BLOCK_BYTES, block_crc32c(blocks[number]))]
     assert held == [0, 2, 3, 4, 5, 6, 7, 8]
-    assert cache.get("x", 8, BLOCK, sum_of(blocks[8]) ^ 1) is None, "another sum is another block"
+    assert cache.get("x", 8, CHECKSUM_BLOCK_BYTES, block_crc32c(blocks[8]) ^ 1) is None, "another sum is another block"
     with pytest.raises(ValueError, match="`size` must be"):
         BlockCache(tmp_path, 1000)
 
 
 def test_another_size_replaces_the_files(tmp_path: Path) -> None:
-    BlockCache(tmp_path, LEAST).put("x", 0, b"a" * BLOCK)
-    BlockCache(tmp_path, 3 * LEAST)
+    BlockCache(tmp_path, MIN_CACHE_BYTES).put("x", 0, b"a" * CHECKSUM_BLOCK_BYTES)
+    BlockCache(tmp_path, 3 * MIN_CACHE_BYTES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks-3.bin", "tags-3.bin"]
 
 
 PROCESS = """
 import random, sys
 from pathlib import Path
-from danlu.storage.block_cache import LEAST, BlockCache
-from danlu.storage.blocks import sum_of
-from danlu.storage.index import BLOCK
-cache, dice, hits = BlockCache(Path(sys.argv[1]), 2 * LEAST), random.Random(sys.argv[2]), 0
+from danlu.storage.data.block_cache import MIN_CACHE_BYTES, BlockCache
+from danlu.storage.data.block_checksums import block_crc32c
+from danlu.storage.data.dataset_index import CHECKSUM_BLOCK_BYTES
+cache, dice, hits = BlockCache(Path(sys.argv[1]), 2 * MIN_CACHE_BYTES), random.Random(sys.argv[2]), 0
 for _ in range(3000):
     number = dice.randrange(24)
-    raw = bytes([number]) * BLOCK
-    found = cache.get("x", number, BLOCK, sum_of(raw))
+    raw = bytes([number]) * CHECKSUM_BLOCK_BYTES
+    found = cache.get("x", number, CHECKSUM_BLOCK_BYTES, block_crc32c(raw))
     assert found is None or found == raw
     hits += found is not None
     cache.put("x", number, raw)

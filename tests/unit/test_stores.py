@@ -10,11 +10,11 @@ from uuid import uuid4
 import pytest
 from made_stores import RefusesDirect, noise, page_aligned, shifted
 
-from danlu.storage.direct import ALIGNMENT, BLOCK
-from danlu.storage.local_store import LARGE, LocalStore
-from danlu.storage.peer_store import PeerServer, PeerStore
-from danlu.storage.store import LONGEST_PART, LONGEST_PATH, Store, UnsafePathError, open_store, safe
-from danlu.storage.store_path import UNFINISHED
+from danlu.storage.store.base import Store, open_store
+from danlu.storage.store.direct_io import ALIGNMENT, BLOCK_BYTES
+from danlu.storage.store.local_store import DIRECT_IO_MIN_BYTES, LocalStore
+from danlu.storage.store.peer_store import PeerServer, PeerStore
+from danlu.storage.store.safe_path import MAX_NAME_BYTES, MAX_PATH_BYTES, TEMP_MARK, UnsafePathError, check_path
 
 UNSAFE = [
     "",
@@ -31,10 +31,10 @@ UNSAFE = [
     "a\nb",
     "a\x7f",
     "\ud800",
-    "x" * (LONGEST_PART + 1),
-    "é" * LONGEST_PART,
-    "/".join(["abcdefg"] * (LONGEST_PATH // 8 + 1)),
-    f"a{UNFINISHED}b",
+    "x" * (MAX_NAME_BYTES + 1),
+    "é" * MAX_NAME_BYTES,
+    "/".join(["abcdefg"] * (MAX_PATH_BYTES // 8 + 1)),
+    f"a{TEMP_MARK}b",
 ]
 
 
@@ -130,7 +130,7 @@ def test_too_few_bytes_are_an_error_that_names_both(store: Store) -> None:
         lambda: store.read("a", 3, 4),
         lambda: store.read("a", 6, 1),
         lambda: store.read_into("a", 3, memoryview(bytearray(4))),
-        lambda: store.read_into("a", 0, memoryview(bytearray(2 * LARGE))),
+        lambda: store.read_into("a", 0, memoryview(bytearray(2 * DIRECT_IO_MIN_BYTES))),
     ):
         with pytest.raises(EOFError, match=r"has 5 bytes.*asked for"):
             attempt()
@@ -171,7 +171,7 @@ def test_a_name_is_a_file_or_a_folder(store: Store) -> None:
 @pytest.mark.parametrize("path", UNSAFE)
 def test_an_unsafe_path_reaches_no_method(store: Store, path: str) -> None:
     with pytest.raises(UnsafePathError):
-        safe(path)
+        check_path(path)
     attempts: list[Callable[[], object]] = [
         lambda: store.write(path, [b"x"]),
         lambda: store.create(path, b"x"),
@@ -188,9 +188,9 @@ def test_an_unsafe_path_reaches_no_method(store: Store, path: str) -> None:
     assert store.list() == []
 
 
-@pytest.mark.parametrize("path", ["a", "a/b.c", "...", "..a/b..", "ü", "x" * LONGEST_PART, "a b", "step-1/~"])
+@pytest.mark.parametrize("path", ["a", "a/b.c", "...", "..a/b..", "ü", "x" * MAX_NAME_BYTES, "a b", "step-1/~"])
 def test_a_plain_path_is_safe(store: Store, path: str) -> None:
-    assert safe(path) == path
+    assert check_path(path) == path
     store.write(path, [b"x"])
     assert store.read(path) == b"x"
 
@@ -199,12 +199,12 @@ def test_a_plain_path_is_safe(store: Store, path: str) -> None:
 @pytest.mark.parametrize(
     "lengths",
     [
-        [LARGE],
-        [2 * BLOCK, 3 * BLOCK + 17],
-        [5, LARGE, 1],
-        [ALIGNMENT - 3, 3, 2 * BLOCK],
+        [DIRECT_IO_MIN_BYTES],
+        [2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 17],
+        [5, DIRECT_IO_MIN_BYTES, 1],
+        [ALIGNMENT - 3, 3, 2 * BLOCK_BYTES],
         [100_003] * 130,
-        [BLOCK + ALIGNMENT, 0, 300_000, 300_000],
+        [BLOCK_BYTES + ALIGNMENT, 0, 300_000, 300_000],
     ],
 )
 def test_large_files_of_any_alignment(store: Store, lengths: list[int], as_list: bool) -> None:
@@ -231,7 +231,7 @@ def test_strided_memory_is_refused(store: Store) -> None:
 
 def test_a_writer_that_fails_leaves_the_old_file(store: Store) -> None:
     def broken() -> Iterator[bytes]:
-        yield noise(2 * LARGE)
+        yield noise(2 * DIRECT_IO_MIN_BYTES)
         raise RuntimeError("the source is gone")
 
     store.write("a", [b"old"])
@@ -245,7 +245,7 @@ def test_a_writer_that_fails_leaves_the_old_file(store: Store) -> None:
 
 
 def test_a_local_store_tells_its_room(tmp_path: Path) -> None:
-    free = open_store(str(tmp_path / "not" / "yet")).free()
+    free = open_store(str(tmp_path / "not" / "yet")).free_bytes()
     assert free is not None and free > 0
 
 
@@ -255,7 +255,7 @@ def test_addresses(tmp_path: Path) -> None:
     name = f"memory://{uuid4()}"
     open_store(name).write("a", [b"x"])
     assert open_store(name).read("a") == b"x"
-    assert open_store(name).free() is None
+    assert open_store(name).free_bytes() is None
     assert open_store(f"{name}-other").list() == []
 
 
@@ -267,7 +267,7 @@ def test_addresses(tmp_path: Path) -> None:
         ("file://host/x", {}, "three slashes"),
         ("memory://", {}, "must have a name"),
         ("/tmp", {"endpoint": "x"}, "takes no options"),
-        ("/", {}, "whole file system"),
+        ("/", {}, "root of the file system"),
         ("s3://", {}, "must name a bucket"),
         ("s3://bucket/../x", {}, "'..'"),
         ("s3://bucket/x", {"endpont": "x"}, "did you mean `endpoint`"),

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from danlu.spec import SpecError
-from danlu.storage.build import build
-from danlu.storage.index import token_dtype
-from danlu.storage.tokenizer import BytesTokenizer
-from danlu.storage.tokens import Dataset, TokenShards, batch_rows
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.dataset_index import token_dtype
+from danlu.storage.data.token_shards import ShuffledDataset, TokenShards, rank_sample_indices
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 TEXT = "".join(chr(ord("a") + place % 26) + str(place) for place in range(700))
 TOKENS = [*TEXT.encode(), 256]
@@ -19,7 +19,7 @@ TOKENS = [*TEXT.encode(), 256]
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("built")
     (root / "text.txt").write_text(TEXT)
-    build([str(root / "text.txt")], root / "shards", BytesTokenizer(), shard_tokens=37)
+    build_dataset([str(root / "text.txt")], root / "shards", BytesTokenizer(), shard_tokens=37)
     return root / "shards"
 
 
@@ -48,59 +48,64 @@ def test_windows_outside_are_refused(folder: Path) -> None:
 
 
 def test_an_epoch_covers_every_sample_with_its_target(folder: Path) -> None:
-    data = Dataset(TokenShards.open(folder), length=16, seed=3)
-    assert data.samples == (len(TOKENS) - 1) // 16
-    rows = data.at(np.arange(data.samples))
-    assert rows.dtype == np.int64 and rows.shape == (data.samples, 17)
-    expected = [TOKENS[sample * 16 : sample * 16 + 17] for sample in range(data.samples)]
+    data = ShuffledDataset(TokenShards.open(folder), length=16, seed=3)
+    assert data.num_samples == (len(TOKENS) - 1) // 16
+    rows = data.read_samples(np.arange(data.num_samples))
+    assert rows.dtype == np.int64 and rows.shape == (data.num_samples, 17)
+    expected = [TOKENS[sample * 16 : sample * 16 + 17] for sample in range(data.num_samples)]
     assert rows.tolist() != expected and sorted(rows.tolist()) == sorted(expected)
 
 
 def test_the_last_sample_may_end_with_the_last_token(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("abcdefgh")  # nine tokens with the end of text
-    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
-    data = Dataset(TokenShards.open(tmp_path / "shards"), length=4, seed=0)
-    assert sorted(data.at(np.arange(2)).tolist()) == [[*b"abcde"], [*b"efgh", 256]]
+    build_dataset([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
+    data = ShuffledDataset(TokenShards.open(tmp_path / "shards"), length=4, seed=0)
+    assert sorted(data.read_samples(np.arange(2)).tolist()) == [[*b"abcde"], [*b"efgh", 256]]
 
 
 def test_reading_on_from_any_cursor_equals_reading_from_the_start(folder: Path) -> None:
-    whole = Dataset(TokenShards.open(folder), length=8, seed=1).at(np.arange(600))  # more than two epochs
+    whole = ShuffledDataset(TokenShards.open(folder), length=8, seed=1).read_samples(
+        np.arange(600)
+    )  # more than two epochs
     for cursor in (0, 1, 7, 255, 256, 257, 599):
-        resumed = Dataset(TokenShards.open(folder), length=8, seed=1)
-        assert (resumed.at(np.arange(cursor, 600)) == whole[cursor:]).all()
+        resumed = ShuffledDataset(TokenShards.open(folder), length=8, seed=1)
+        assert (resumed.read_samples(np.arange(cursor, 600)) == whole[cursor:]).all()
 
 
 def test_any_number_of_ranks_reads_the_same_batch(folder: Path) -> None:
-    data = Dataset(TokenShards.open(folder), length=8, seed=1)
-    batch = data.at(batch_rows(cursor=100, sequences=24))
+    data = ShuffledDataset(TokenShards.open(folder), length=8, seed=1)
+    batch = data.read_samples(rank_sample_indices(cursor=100, sequences=24))
     for ranks in (1, 2, 3, 4, 6, 8, 12, 24):
-        parts = [data.at(batch_rows(100, 24, rank, ranks)) for rank in range(ranks)]
+        parts = [data.read_samples(rank_sample_indices(100, 24, rank, ranks)) for rank in range(ranks)]
         assert all(len(part) == 24 // ranks for part in parts)
         assert (np.concatenate(parts) == batch).all()
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="divide by the 3 data ranks"):
-        batch_rows(0, 8, 0, 3)
+        rank_sample_indices(0, 8, 0, 3)
     with pytest.raises(ValueError, match="`rank` must be from 0 to 1"):
-        batch_rows(0, 8, 2, 2)
+        rank_sample_indices(0, 8, 2, 2)
 
 
 def test_seeds_differ(folder: Path) -> None:
     shards = TokenShards.open(folder)
-    assert (Dataset(shards, 8, seed=0).at(np.arange(32)) != Dataset(shards, 8, seed=1).at(np.arange(32))).any()
+    assert (
+        ShuffledDataset(shards, 8, seed=0).read_samples(np.arange(32))
+        != ShuffledDataset(shards, 8, seed=1).read_samples(np.arange(32))
+    ).any()
 
 
 def test_too_few_tokens_for_a_sample_says_how_many(folder: Path) -> None:
     shards = TokenShards.open(folder)
-    Dataset(shards, length=shards.tokens - 1, seed=0)
+    ShuffledDataset(shards, length=shards.tokens - 1, seed=0)
     with pytest.raises(SpecError, match=rf"holds {len(TOKENS)} tokens, but one sample .* takes {len(TOKENS) + 1}"):
-        Dataset(shards, length=shards.tokens, seed=0)
+        ShuffledDataset(shards, length=shards.tokens, seed=0)
 
 
 def test_thousands_of_shards_are_not_all_open(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer(), shard_tokens=16)
+    build_dataset([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer(), shard_tokens=16)
     shards = TokenShards.open(tmp_path / "shards")
     assert len(shards.index.shards) == -(-len(TOKENS) // 16) > 128
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -176,7 +181,7 @@ def test_a_flipped_bit_is_an_error_when_it_is_read(folder: Path) -> None:
     shards = TokenShards.open(folder)
     assert shards.read(0, 74).tolist() == TOKENS[:74]
     with pytest.raises(
-        SpecError, match=r"00002\.bin:1: block 0: is damaged: its CRC-32C is .* documents 0 to 0"
+        SpecError, match=r"00002\.bin:1: block 0: is corrupt: its CRC-32C is .* documents 0 to 0"
     ) as caught:
         shards.read(100, 30)
     assert "tokens 74 to 110" in str(caught.value) and "danlu data build" in str(caught.value)
@@ -192,14 +197,14 @@ def test_a_damaged_table_of_sums_is_an_error(folder: Path) -> None:
 
 def test_every_flipped_bit_of_a_block_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a" * 500)
-    build([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
+    build_dataset([str(tmp_path / "text.txt")], tmp_path / "shards", BytesTokenizer())
     path = tmp_path / "shards" / "00000.bin"
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 7):
         raw = bytearray(whole)
         raw[bit // 8] ^= 1 << bit % 8
         path.write_bytes(raw)
-        with pytest.raises(SpecError, match="is damaged"):
+        with pytest.raises(SpecError, match="is corrupt"):
             TokenShards.open(tmp_path / "shards").read(3, 4)
 
 
@@ -209,11 +214,11 @@ def test_a_data_set_of_an_earlier_release_opens_with_a_warning(folder: Path) -> 
     del index["editions"]
     index["shards"] = [{key: shard[key] for key in ("file", "tokens", "sha256")} for shard in index["shards"]]
     path.write_text(json.dumps(index))
-    with pytest.warns(UserWarning, match=r"\d+ of \d+ shards have no checksums of blocks"):
+    with pytest.warns(UserWarning, match=r"\d+ of \d+ shards have no block checksums"):
         shards = TokenShards.open(folder)
     assert shards.read(0, shards.tokens).tolist() == TOKENS
-    assert [part.document for part in shards.parts(0, 20)] == [None]
-    assert shards.counts(0).sum() == len(TOKENS)
+    assert [part.document for part in shards.document_spans(0, 20)] == [None]
+    assert shards.token_counts(0).sum() == len(TOKENS)
     shards.verify()
 
 
@@ -222,7 +227,7 @@ def test_a_data_set_replaced_under_a_reader_is_noticed(folder: Path) -> None:
     shards.read(0, 10)
     other = folder.parent / "other.txt"
     other.write_text(TEXT.upper())  # the same sizes throughout
-    build([str(other)], folder, BytesTokenizer(), shard_tokens=37, force=True)
+    build_dataset([str(other)], folder, BytesTokenizer(), shard_tokens=37, force=True)
     assert shards.read(0, 10).tolist() == TOKENS[:10]  # still mapped
     with pytest.raises(SpecError, match="was replaced while it was being read"):
         shards.read(40, 10)

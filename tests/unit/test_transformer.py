@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.cost.model import parameters
-from danlu.framework.transformer import Decoder, rotate
-from danlu.spec.catalogue import catalogue
+from danlu.cost.parameter_count import count_parameters
+from danlu.framework.transformer import Decoder, apply_rope
+from danlu.spec.catalog import catalog_entries
 from danlu.spec.load import load_model
 from danlu.spec.model import Model
-from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
 
 GPT: dict[str, Any] = {"norm": "layer", "position": "learned", "activation": "gelu", "bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ class Slow:
         return self.linear(f"{name}.down", up * (1 + torch.erf(up / 2**0.5)) / 2)
 
     def attention(self, name: str, xs: list[Tensor]) -> list[Tensor]:
-        width, heads, groups = self.model.head, self.model.heads, self.model.key_value_heads
+        width, heads, groups = self.model.head_dim, self.model.heads, self.model.num_kv_heads
         q, k, v = ([self.linear(f"{name}.{part}", x) for x in xs] for part in "qkv")
         mixed = [[] for _ in xs]  # type: list[list[Tensor]]
         for head in range(heads):
@@ -136,7 +136,7 @@ def test_no_position_sees_a_later_one(changes: dict[str, Any]) -> None:
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(8, generator=generator).expand(1, 20, 1, 8) for _ in range(2))
-    scores = rotate(q, 100.0)[0, :, 0] @ rotate(k, 100.0)[0, :, 0].T
+    scores = apply_rope(q, 100.0)[0, :, 0] @ apply_rope(k, 100.0)[0, :, 0].T
     for distance in range(-10, 11):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[0].expand_as(diagonal), rtol=1e-4, atol=1e-5)
@@ -145,27 +145,27 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
 
 def test_rotary_embedding_keeps_dtype_and_length() -> None:
     x = torch.randn(2, 7, 3, 8, generator=torch.Generator().manual_seed(2))
-    turned = rotate(x, 1e4)
+    turned = apply_rope(x, 1e4)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(turned[:, 0], x[:, 0]), "the first position is not turned"
-    assert rotate(x.bfloat16(), 1e4).dtype == torch.bfloat16
+    assert apply_rope(x.bfloat16(), 1e4).dtype == torch.bfloat16
 
 
 # --- shapes and names
 
 
-@pytest.mark.parametrize("name", sorted(catalogue("models")))
+@pytest.mark.parametrize("name", sorted(catalog_entries("models")))
 def test_a_built_model_has_the_parameters_that_were_counted(name: str) -> None:
     model = load_model(name)
     with torch.device("meta"):
         built = Decoder(model)
-    assert sum(parameter.numel() for parameter in built.parameters()) == parameters(model)
+    assert sum(parameter.numel() for parameter in built.parameters()) == count_parameters(model)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_have_the_parameters_that_were_counted(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
-    assert sum(parameter.numel() for parameter in Decoder(model).parameters()) == parameters(model)
+    assert sum(parameter.numel() for parameter in Decoder(model).parameters()) == count_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_variants_have_the_parameters_that_were_counted(changes: dict[str, Any])
     [
         Plan(degrees=Degrees(pp=2)),
         Plan(degrees=Degrees(pp=3)),
-        Plan(degrees=Degrees(pp=2), pipeline=Pipeline(layers=(1, 4))),
-        Plan(degrees=Degrees(pp=2), pipeline=Pipeline(schedule="interleaved", stages_per_rank=2)),
+        Plan(degrees=Degrees(pp=2), pipeline=PipelineConfig(layers=(1, 4))),
+        Plan(degrees=Degrees(pp=2), pipeline=PipelineConfig(schedule="interleaved", stages_per_rank=2)),
     ],
     ids=["even", "uneven", "as the plan says", "several a rank"],
 )
@@ -186,7 +186,7 @@ def test_stages_one_after_the_other_are_the_model(plan: Plan, changes: dict[str,
     names: list[str] = []
     stream = batch
     for stage, layers in enumerate(plan.stage_layers(model.layers)):
-        part = Decoder(model, layers, first=stage == 0, last=stage == plan.stages - 1).double()
+        part = Decoder(model, layers, first=stage == 0, last=stage == plan.num_stages - 1).double()
         part.load_state_dict({name: weights[name] for name in part.state_dict()})
         names += part.state_dict()
         stream = part(stream)
@@ -200,7 +200,7 @@ def test_a_tied_model_has_one_table_and_stays_tied_after_its_parameters_are_repl
     assert made.head.score.weight is made.embed.token.weight
     assert "head.score.weight" not in dict(made.named_parameters())
     made.embed.token.weight = torch.nn.Parameter(made.embed.token.weight.detach() * 2)
-    made.tie()
+    made.tie_weights()
     assert made.head.score.weight is made.embed.token.weight
 
 
@@ -210,5 +210,5 @@ def test_a_part_of_a_sequence_gets_the_learned_places_of_that_part() -> None:
     assert embed is not None
     batch = tokens(model, length=12)
     whole = embed(batch)
-    embed.part = 2
+    embed.cp_rank = 2
     assert torch.equal(embed(batch[:, 8:]), whole[:, 8:])

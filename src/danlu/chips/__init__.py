@@ -1,31 +1,31 @@
-"""One descriptor a chip, found by entry point; and the measures that need nothing but one device."""
+"""One descriptor per chip, found by entry point; and the measurements that need only one device."""
 
 from danlu.chips.descriptor import (
     OPERATIONS,
     Capabilities,
-    Collectives,
-    Descriptor,
-    Finding,
+    ChipDescriptor,
+    CollectiveSupport,
     Health,
+    HealthCheckResult,
     Runtime,
-    SchedulerNames,
+    SchedulerResources,
     Telemetry,
 )
-from danlu.chips.registry import ChipError, chips, find
-from danlu.spec import Operation
+from danlu.chips.registry import ChipError, find_chip, list_chips
+from danlu.spec import CollectiveOp
 
 __all__ = [
     "OPERATIONS",
     "Capabilities",
+    "ChipDescriptor",
     "ChipError",
-    "Collectives",
-    "Descriptor",
-    "Finding",
+    "CollectiveOp",
+    "CollectiveSupport",
     "Health",
-    "Operation",
+    "HealthCheckResult",
     "Runtime",
-    "SchedulerNames",
+    "SchedulerResources",
     "Telemetry",
-    "chips",
-    "find",
+    "find_chip",
+    "list_chips",
 ]

@@ -1,6 +1,6 @@
-"""What accelerators share: everything `torch.accelerator` asks of any of them.
+"""The common parts of accelerators, through `torch.accelerator`.
 
-A chip differs in how to tell that this PyTorch drives it, in its names, and in its data sheets.
+Chips differ in how to detect that this PyTorch supports them, in their names, and in their data sheets.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from itertools import product
 import torch
 
 from danlu.chips import host
-from danlu.chips.descriptor import OPERATIONS, Collectives, Wire
-from danlu.spec import Chip, Operation
+from danlu.chips.descriptor import OPERATIONS, CollectiveSupport, WireDtype
+from danlu.spec import Chip, CollectiveOp
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class AcceleratorRuntime:
 
     device_type: str
     """PyTorch's name of the device, as in `torch.device("…")`."""
-    build_lacks: Callable[[], str]
+    unsupported_build: Callable[[], str]
     """Why this PyTorch cannot drive it, and what to install; empty when it can."""
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         """True when this PyTorch drives the chip and sees at least one."""
-        return not self.why_not()
+        return not self.unavailable_reason()
 
-    def why_not(self) -> str:
-        """The build that lacks it, or the device that cannot be seen."""
-        if reason := self.build_lacks():
+    def unavailable_reason(self) -> str:
+        """The build that lacks support, or the device that is not visible."""
+        if reason := self.unsupported_build():
             return reason
         current = torch.accelerator.current_accelerator(check_available=True)
         if current is None or current.type != self.device_type:
@@ -38,9 +38,9 @@ class AcceleratorRuntime:
 
     def device_count(self) -> int:
         """Devices this process sees; 0 when the chip is not available."""
-        return torch.accelerator.device_count() if self.available() else 0
+        return torch.accelerator.device_count() if self.is_available() else 0
 
-    def device(self, local_rank: int) -> torch.device:
+    def set_device(self, local_rank: int) -> torch.device:
         """The device of this index, made current."""
         count = self.device_count()
         if local_rank >= count:
@@ -53,7 +53,7 @@ class AcceleratorRuntime:
         """Wait for the current device."""
         torch.accelerator.synchronize()
 
-    def memory_peak(self) -> int:
+    def max_memory(self) -> int:
         """Most bytes held by PyTorch's allocator, cached blocks included."""
         return torch.accelerator.max_memory_reserved()
 
@@ -62,7 +62,7 @@ class AcceleratorRuntime:
         return int(torch.accelerator.get_memory_info()[1])
 
     def memory_available(self) -> int:
-        """Bytes of the current device that nobody holds."""
+        """Free bytes of the current device."""
         return int(torch.accelerator.get_memory_info()[0])
 
     def seed(self, value: int) -> None:
@@ -75,17 +75,19 @@ class AcceleratorCapabilities:
     """Data sheets by the name the driver reports."""
 
     runtime: AcceleratorRuntime
-    sheets: dict[str, Chip]
-    """By a part of the device's name."""
+    data_sheets: dict[str, Chip]
+    """By a substring of the device's name."""
 
-    def chip(self) -> Chip | None:
+    def data_sheet(self) -> Chip | None:
         """The sheet of the present device; None when it is absent or unknown."""
-        if not self.runtime.available():
+        if not self.runtime.is_available():
             return None
-        return sheet_for(str(torch.get_device_module(self.runtime.device_type).get_device_name()), self.sheets)
+        return find_data_sheet(
+            str(torch.get_device_module(self.runtime.device_type).get_device_name()), self.data_sheets
+        )
 
     def pinned_memory(self) -> bool:
-        """True: hosts of accelerators lock memory for them."""
+        """True: hosts of accelerators can pin memory."""
         return True
 
     def ipc(self) -> bool:
@@ -93,19 +95,19 @@ class AcceleratorCapabilities:
         return True
 
     def rdma(self) -> bool:
-        """True when the host has a card of the InfiniBand or RoCE kind."""
-        return bool(host.rdma_cards())
+        """True when the host has an InfiniBand or RoCE card."""
+        return bool(host.rdma_devices())
 
 
-def sheet_for(device_name: str, sheets: dict[str, Chip]) -> Chip | None:
-    """The sheet whose key is the longest part of the device's name."""
+def find_data_sheet(device_name: str, sheets: dict[str, Chip]) -> Chip | None:
+    """The sheet whose key is the longest substring of the device's name."""
     keys = [key for key in sheets if key in device_name]
     return sheets[max(keys, key=len)] if keys else None
 
 
-def nccl() -> Collectives:
-    """What the NCCL interface does (RCCL answers to the same name): fp8 is carried, but not reduced."""
-    wires: tuple[Wire, ...] = ("fp64", "fp32", "bf16", "fp16", "int64", "int32", "uint8")
-    moved: tuple[Operation, ...] = ("all_gather", "all_to_all", "p2p")
-    fp8: tuple[Wire, ...] = ("fp8",)
-    return Collectives("nccl", frozenset(product(OPERATIONS, wires)) | frozenset(product(moved, fp8)))
+def nccl_support() -> CollectiveSupport:
+    """What NCCL supports (RCCL has the same backend name): fp8 can be sent, but not reduced."""
+    wires: tuple[WireDtype, ...] = ("fp64", "fp32", "bf16", "fp16", "int64", "int32", "uint8")
+    moved: tuple[CollectiveOp, ...] = ("all_gather", "all_to_all", "p2p")
+    fp8: tuple[WireDtype, ...] = ("fp8",)
+    return CollectiveSupport("nccl", frozenset(product(OPERATIONS, wires)) | frozenset(product(moved, fp8)))

@@ -1,4 +1,4 @@
-"""The CPU: the chip every machine has, and the complete reference for a descriptor."""
+"""The CPU: available on every machine, and the complete reference for a descriptor."""
 
 import ctypes
 import os
@@ -9,42 +9,45 @@ from itertools import product
 import torch
 
 from danlu.chips import host
-from danlu.chips.descriptor import OPERATIONS, Collectives, Descriptor, SchedulerNames, Wire
-from danlu.chips.health import SelfCheck
-from danlu.spec import Chip, Operation
+from danlu.chips.descriptor import OPERATIONS, ChipDescriptor, CollectiveSupport, SchedulerResources, WireDtype
+from danlu.chips.health import DeviceSelfTest
+from danlu.spec import Chip, CollectiveOp
 
 
 @dataclass(frozen=True)
 class CpuRuntime:
-    """Ranks share the host; each owns some cores, set by the threads its launcher gives it."""
+    """Ranks share the host; each uses some cores, by the number of threads its launcher sets."""
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         """Always: this code runs on one."""
         return True
 
-    def why_not(self) -> str:
-        """Nothing: it is available."""
+    def unavailable_reason(self) -> str:
+        """Empty: it is available."""
         return ""
 
     def device_count(self) -> int:
         """Physical cores this process may use, so that a rank has at least one."""
         return host.physical_cores()
 
-    def device(self, local_rank: int) -> torch.device:
+    def set_device(self, local_rank: int) -> torch.device:
         """The same device for every rank; any number of ranks may share it. The process keeps the memory it frees."""
         if not _keep_freed_memory():
-            warnings.warn("only glibc keeps freed memory for the next step: steps take 6 to 12 % longer", stacklevel=2)
+            warnings.warn(
+                "this C library has no glibc mallopt to keep freed memory: every step faults its memory in again",
+                stacklevel=2,
+            )
         return torch.device("cpu")
 
     def synchronize(self) -> None:
         """Nothing to wait for: operators return when they are done."""
 
-    def memory_peak(self) -> int:
+    def max_memory(self) -> int:
         """Peak resident set of this process."""
-        return host.resident_peak()
+        return host.peak_resident_memory()
 
     def memory_total(self) -> int:
-        """Memory of the host, or of the container where that is less; shared by its ranks."""
+        """Memory of the host, or of the container if that is less; shared by its ranks."""
         return host.memory_total()
 
     def seed(self, value: int) -> None:
@@ -56,8 +59,8 @@ class CpuRuntime:
 class CpuCapabilities:
     """What is known of a CPU without measuring it."""
 
-    def chip(self) -> Chip | None:
-        """None: the share of a CPU that a rank owns stands on no data sheet."""
+    def data_sheet(self) -> Chip | None:
+        """None: no data sheet has a rank's share of a CPU."""
         return None
 
     def pinned_memory(self) -> bool:
@@ -69,8 +72,8 @@ class CpuCapabilities:
         return True
 
     def rdma(self) -> bool:
-        """True when the host has a card of the InfiniBand or RoCE kind."""
-        return bool(host.rdma_cards())
+        """True when the host has an InfiniBand or RoCE card."""
+        return bool(host.rdma_devices())
 
 
 @dataclass(frozen=True)
@@ -78,21 +81,20 @@ class CpuTelemetry:
     """Load and memory, from the kernel."""
 
     def read(self) -> dict[str, float]:
-        """Runnable processes a core over the last minute; resident set of this process; free memory of the host."""
+        """Runnable processes per core over the last minute; resident set of this process; free memory of the host."""
         return {
             "load_per_core": os.getloadavg()[0] / host.physical_cores(),
-            "resident": float(host.resident()),
+            "resident": float(host.resident_memory()),
             "memory_available": float(host.memory_available()),
         }
 
 
 def _keep_freed_memory() -> bool:
-    """Have the C library keep what this process frees for its next request; True where it does (glibc).
+    """Make the C library keep the memory this process frees for its next allocation; True if it does (glibc).
 
-    A step frees and asks for the same large tensors as the one before. glibc gives them back to the system in between
-    and gets them page by page, each cleared first: 6 to 12 % of a step's time. Kept, they cost 1 to 6 % more memory at
-    the peak (11 % where sizes change from step to step, as of experts), and what a process frees is not free for others
-    until it ends.
+    A step frees and allocates the same large tensors as the one before. By default glibc returns them to the system in
+    between and faults them in again page by page, each cleared first. Kept, they cost some memory at the peak (most
+    where sizes change from step to step, as for experts), and other processes cannot use it until this one exits.
     """
     maps_at_most, trim_threshold = -4, -1
     try:
@@ -102,31 +104,31 @@ def _keep_freed_memory() -> bool:
     return bool(mallopt(maps_at_most, 0)) and bool(mallopt(trim_threshold, -1))
 
 
-_CARRIED: tuple[Wire, ...] = ("fp64", "fp32", "bf16", "fp16", "int64", "int32", "uint8")
+_GLOO_DTYPES: tuple[WireDtype, ...] = ("fp64", "fp32", "bf16", "fp16", "int64", "int32", "uint8")
 
 
-def gloo() -> Collectives:
-    """What gloo does as PyTorch 2.13 builds it; tests/multiprocess/test_probe.py holds every entry against it."""
-    sent: tuple[Operation, Wire] = ("p2p", "fp8")
-    return Collectives(
+def gloo_support() -> CollectiveSupport:
+    """What gloo supports as PyTorch 2.13 builds it; tests/multiprocess/test_probe.py verifies every entry."""
+    sent: tuple[CollectiveOp, WireDtype] = ("p2p", "fp8")
+    return CollectiveSupport(
         backend="gloo",
-        operations=frozenset(product(OPERATIONS, _CARRIED)) | {sent},
-        no_average=frozenset({"int64", "int32", "uint8"}),
-        # gloo has no reduce_scatter of its own: PyTorch reduces everything everywhere and keeps a part, which
-        # moves twice the bytes a ring would.
+        supported=frozenset(product(OPERATIONS, _GLOO_DTYPES)) | {sent},
+        no_avg_dtypes=frozenset({"int64", "int32", "uint8"}),
+        # gloo has no native reduce_scatter: PyTorch all-reduces and keeps a shard, which moves twice the bytes of a
+        # ring.
         emulated=frozenset({"reduce_scatter"}),
     )
 
 
-def describe() -> Descriptor:
+def describe() -> ChipDescriptor:
     """The CPU's descriptor."""
     runtime = CpuRuntime()
-    return Descriptor(
+    return ChipDescriptor(
         name="cpu",
         runtime=runtime,
         capabilities=CpuCapabilities(),
-        collectives=gloo(),
-        health=SelfCheck(runtime, host.memory_available),
+        collectives=gloo_support(),
+        health=DeviceSelfTest(runtime, host.memory_available),
         telemetry=CpuTelemetry(),
-        scheduler=SchedulerNames(slurm="", kubernetes="cpu", visible_devices=()),
+        scheduler=SchedulerResources(slurm="", kubernetes="cpu", visible_devices=()),
     )

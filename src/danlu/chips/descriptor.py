@@ -1,44 +1,44 @@
-"""What a chip package tells Danlu: one versioned descriptor of small providers."""
+"""The interface of a chip package: one versioned descriptor of small providers."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
 
-from danlu.spec import Chip, Operation
+from danlu.spec import Chip, CollectiveOp
 
-VERSION = 1
-"""Version of `Descriptor` that this Danlu reads."""
+DESCRIPTOR_VERSION = 1
+"""Version of `ChipDescriptor` that this Danlu reads."""
 
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+OPERATIONS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
-Wire = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "int64", "int32", "uint8"]
-"""A type of element a collective may be asked to carry."""
+WireDtype = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "int64", "int32", "uint8"]
+"""Element dtype of a collective's buffer."""
 Reduction = Literal["sum", "avg"]
 
 
 class Runtime(Protocol):
-    """Is the chip here, which device is mine, how much memory has it?
+    """Availability, devices and memory of the chip.
 
-    A worker asks in this order: 1. `available` 2. `device`, which the later questions are about 3. `seed` 4. the rest.
+    A worker calls in this order: 1. `is_available` 2. `set_device`, to which later calls refer 3. `seed` 4. the rest.
     """
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         """True when a rank can be started on this chip now."""
 
-    def why_not(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why it is not available, and what to do; empty when it is."""
 
     def device_count(self) -> int:
-        """Ranks this machine holds, one device each; for a CPU its physical cores."""
+        """Number of ranks this machine can run, one device each; for a CPU its physical cores."""
 
-    def device(self, local_rank: int) -> torch.device:
+    def set_device(self, local_rank: int) -> torch.device:
         """The device of a rank, made the current one of this process."""
 
     def synchronize(self) -> None:
-        """Wait until all work given to the current device is done."""
+        """Wait until all work queued on the current device is done."""
 
-    def memory_peak(self) -> int:
+    def max_memory(self) -> int:
         """Most bytes this process has held on the current device so far."""
 
     def memory_total(self) -> int:
@@ -49,102 +49,102 @@ class Runtime(Protocol):
 
 
 class Capabilities(Protocol):
-    """What has the maker declared about the present device?"""
+    """What the vendor declares about the present device."""
 
-    def chip(self) -> Chip | None:
-        """Data-sheet figures of the present device, or None where they are not known: measure with `danlu probe`."""
+    def data_sheet(self) -> Chip | None:
+        """Data-sheet figures of the present device, or None if unknown: measure with `danlu probe`."""
 
     def pinned_memory(self) -> bool:
-        """True when host memory can be locked for faster copies to the device."""
+        """True when host memory can be pinned for faster copies to the device."""
 
     def ipc(self) -> bool:
-        """True when two processes of one machine can share the device's memory."""
+        """True when two processes on one machine can share the device's memory."""
 
     def rdma(self) -> bool:
         """True when a network card of this machine can read memory without the CPU."""
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """Which collectives the chip's library runs, on which types, and at what hidden cost."""
+class CollectiveSupport:
+    """Which collectives the chip's library supports, for which dtypes, and which are emulated."""
 
     backend: str
-    """Name to give to `torch.distributed.init_process_group`."""
-    operations: frozenset[tuple[Operation, Wire]]
-    no_average: frozenset[Wire] = frozenset()
-    """Types whose mean cannot be taken on the way: sum, then divide."""
-    emulated: frozenset[Operation] = frozenset()
-    """Operations composed of others, which therefore move more bytes than they need."""
+    """Its name in `torch.distributed.init_process_group`."""
+    supported: frozenset[tuple[CollectiveOp, WireDtype]]
+    no_avg_dtypes: frozenset[WireDtype] = frozenset()
+    """Dtypes for which the library cannot average: sum, then divide."""
+    emulated: frozenset[CollectiveOp] = frozenset()
+    """Operations composed of others, which therefore move more bytes than necessary."""
 
-    def why_not(self, operation: Operation, wire: Wire, reduction: Reduction = "sum") -> str:
+    def unsupported_reason(self, operation: CollectiveOp, wire: WireDtype, reduction: Reduction = "sum") -> str:
         """Why this call would fail, and what to do instead; empty when it works."""
-        if (operation, wire) not in self.operations:
+        if (operation, wire) not in self.supported:
             return f"{self.backend} has no {operation} of {wire}: view the tensor as uint8, or convert it"
         reduces = operation in ("all_reduce", "reduce_scatter")
-        if reduces and reduction == "avg" and wire in self.no_average:
-            return f"{self.backend} takes no average of {wire}: sum, then divide"
+        if reduces and reduction == "avg" and wire in self.no_avg_dtypes:
+            return f"{self.backend} cannot average {wire}: sum, then divide"
         return ""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One answer of a health probe."""
+class HealthCheckResult:
+    """Result of one health check."""
 
     check: str
     healthy: bool
     detail: str
-    """The figure, and the limit it was held against."""
+    """The measured value, and the limit it was compared with."""
 
 
 class Health(Protocol):
-    """Does the device reckon rightly, and has it room?"""
+    """Is the device's arithmetic correct, and is memory free?"""
 
-    def findings(self, local_rank: int) -> tuple[Finding, ...]:
+    def run_checks(self, local_rank: int) -> tuple[HealthCheckResult, ...]:
         """Run every check on the device of a rank; takes less than a second."""
 
 
 class Telemetry(Protocol):
-    """How is the device doing at this moment?"""
+    """Current load and memory of the device."""
 
     def read(self) -> dict[str, float]:
-        """Figures by name, with the unit in the name where it is neither bytes nor seconds."""
+        """Values by name, with the unit in the name where it is neither bytes nor seconds."""
 
 
 @dataclass(frozen=True)
-class SchedulerNames:
-    """What cluster managers call this chip."""
+class SchedulerResources:
+    """Resource names of this chip in cluster managers."""
 
     slurm: str
-    """Name of the generic resource to ask Slurm for; empty when ranks are asked for as CPUs."""
+    """Slurm's GRES name; empty when ranks are requested as CPUs."""
     kubernetes: str
     """Name of the resource in a pod's limits."""
     visible_devices: tuple[str, ...]
     """Environment variables that restrict which devices a process sees."""
 
 
-_WITHOUT = {
+_LOST_WITHOUT = {
     "capabilities": "no data-sheet figures: measure the chip with `danlu probe`",
     "collectives": "no collectives: only runs of one rank",
     "health": "no health checks before a run",
     "telemetry": "no load or memory figures while it runs",
-    "scheduler": "no scheduler names: ask for its devices in your own batch script",
+    "scheduler": "no GRES name: request the devices in your own batch script",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descriptor:
-    """Everything Danlu knows of one kind of chip; return it from an entry point in the group `danlu.chips`."""
+class ChipDescriptor:
+    """Everything Danlu knows about one kind of chip; return it from an entry point in the group `danlu.chips`."""
 
     name: str
     """The same as the entry point's, and as `chip.kind` in a cluster file."""
     runtime: Runtime
     capabilities: Capabilities | None = None
-    collectives: Collectives | None = None
+    collectives: CollectiveSupport | None = None
     health: Health | None = None
     telemetry: Telemetry | None = None
-    scheduler: SchedulerNames | None = None
-    version: int = VERSION
+    scheduler: SchedulerResources | None = None
+    version: int = DESCRIPTOR_VERSION
 
-    def missing(self) -> dict[str, str]:
-        """Providers this chip does not have, each with what is lost without it."""
-        return {name: loss for name, loss in _WITHOUT.items() if getattr(self, name) is None}
+    def missing_providers(self) -> dict[str, str]:
+        """Providers this chip lacks, each with what is lost without it."""
+        return {name: loss for name, loss in _LOST_WITHOUT.items() if getattr(self, name) is None}

@@ -1,7 +1,7 @@
-"""Facts of the host as this process may use it: cores, memory, caches, name. Read from /proc and /sys on Linux.
+"""The host as this process may use it: cores, memory, caches, name. Read from /proc and /sys on Linux.
 
-Every function takes the root of the file system, so that a test can show it another machine. On systems
-without /proc and /sys the answers come from Python's own `os` and `resource` where they have them.
+Every function takes the root of the file system, so that a test can simulate another machine. On systems
+without /proc and /sys the values come from Python's `os` and `resource` where they have them.
 """
 
 import os
@@ -16,7 +16,7 @@ _SIZES = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 
 def cpu_name(root: Path = _ROOT) -> str:
-    """The maker's name of the processor, or the architecture where the system does not tell it."""
+    """The vendor's name of the processor, or the architecture if the system does not report it."""
     match = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
@@ -41,20 +41,20 @@ def _siblings(root: Path, thread: int) -> str:
 
 
 def _quota(root: Path) -> float | None:
-    """Cores a control group grants, as a fraction; None without a limit."""
+    """Cores that the cgroup allows, as a fraction; None without a limit."""
     limit, _, period = _text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
 
 
 def memory_total(root: Path = _ROOT) -> int:
-    """Bytes of memory this process may use: the machine's, or its container's where that is less."""
+    """Bytes of memory this process may use: the machine's, or its container's if that is less."""
     total = _meminfo(root, "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _text(root / "sys/fs/cgroup/memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def memory_available(root: Path = _ROOT) -> int:
-    """Bytes that can be taken now without swapping; 0 where the system does not tell."""
+    """Bytes that can be allocated now without swapping; 0 if the system does not report it."""
     available = _meminfo(root, "MemAvailable")
     limit, used = (_text(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
@@ -67,16 +67,16 @@ def _meminfo(root: Path, key: str) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def resident(root: Path = _ROOT) -> int:
-    """Bytes of memory this process holds now; 0 where the system does not tell."""
+def resident_memory(root: Path = _ROOT) -> int:
+    """Bytes of memory this process holds now; 0 if the system does not report it."""
     return _status(root, "VmRSS")
 
 
-def resident_peak(root: Path = _ROOT) -> int:
-    """Most bytes of memory this process has held.
+def peak_resident_memory(root: Path = _ROOT) -> int:
+    """Peak bytes of memory this process has held.
 
-    Linux carries `ru_maxrss` over from the parent through fork and exec, so a small child of a large
-    parent would report the parent's peak; the high-water mark in /proc is the process's own.
+    On Linux `ru_maxrss` is inherited through fork and exec, so a small child of a large parent would report the
+    parent's peak; the high-water mark in /proc is the process's own.
     """
     if own := _status(root, "VmHWM"):
         return own
@@ -90,20 +90,20 @@ def _status(root: Path, key: str) -> int:
 
 
 def last_level_cache(root: Path = _ROOT) -> int:
-    """Bytes of the largest cache of the first core; 0 where the system does not tell."""
+    """Bytes of the largest cache of the first core; 0 if the system does not report it."""
     files = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [re.fullmatch(r"(\d+)([KMG])", _text(file).strip()) for file in files]
     return max((int(size[1]) * _SIZES[size[2]] for size in sizes if size), default=0)
 
 
-def rdma_cards(root: Path = _ROOT) -> tuple[str, ...]:
+def rdma_devices(root: Path = _ROOT) -> tuple[str, ...]:
     """Names of the network cards that can read memory without the CPU."""
     cards = root / "sys/class/infiniband"
     return tuple(sorted(card.name for card in cards.iterdir())) if cards.is_dir() else ()
 
 
 def _text(path: Path) -> str:
-    """A system file's text; empty where this system or this container has no such file."""
+    """A system file's text; empty if this system or container has no such file."""
     try:
         return path.read_text()
     except OSError:

@@ -1,10 +1,10 @@
-"""AMD: PyTorch names its devices as CUDA's, and tells them apart by its build."""
+"""AMD: PyTorch gives its devices CUDA's name, and its build distinguishes the two."""
 
 import torch
 
-from danlu.chips.accelerator import AcceleratorCapabilities, AcceleratorRuntime, nccl
-from danlu.chips.descriptor import Descriptor, SchedulerNames
-from danlu.chips.health import SelfCheck
+from danlu.chips.accelerator import AcceleratorCapabilities, AcceleratorRuntime, nccl_support
+from danlu.chips.descriptor import ChipDescriptor, SchedulerResources
+from danlu.chips.health import DeviceSelfTest
 from danlu.spec import Chip
 
 # Dense matrix peaks of the AMD Instinct MI250X and MI300X data sheets. The driver shows each of the MI250X's two
@@ -24,24 +24,24 @@ _FIGURES = {
         },
     ),
 }
-SHEETS = {
+DATA_SHEETS = {
     name: Chip(name=f"AMD Instinct {name}", kind="rocm", memory=memory, memory_bandwidth=bandwidth, peak=peak)  # type: ignore[arg-type]
     for name, (memory, bandwidth, peak) in _FIGURES.items()
 }
 
 
-def _build_lacks() -> str:
+def _unsupported_build() -> str:
     return "" if torch.version.hip is not None else "this PyTorch is built without ROCm: install a ROCm build of torch"
 
 
-def describe() -> Descriptor:
+def describe() -> ChipDescriptor:
     """The descriptor of AMD's chips."""
-    runtime = AcceleratorRuntime("cuda", _build_lacks)
-    return Descriptor(
+    runtime = AcceleratorRuntime("cuda", _unsupported_build)
+    return ChipDescriptor(
         name="rocm",
         runtime=runtime,
-        capabilities=AcceleratorCapabilities(runtime, SHEETS),
-        collectives=nccl(),
-        health=SelfCheck(runtime, runtime.memory_available),
-        scheduler=SchedulerNames("gpu", "amd.com/gpu", ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
+        capabilities=AcceleratorCapabilities(runtime, DATA_SHEETS),
+        collectives=nccl_support(),
+        health=DeviceSelfTest(runtime, runtime.memory_available),
+        scheduler=SchedulerResources("gpu", "amd.com/gpu", ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
     )

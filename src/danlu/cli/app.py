@@ -1,32 +1,51 @@
-"""Every command of `danlu`, in the order a user meets them."""
+"""Every command of `danlu`, in the order in which users need them."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from danlu import __version__
 from danlu.cli import ckpt, data, export_hf, import_hf
-from danlu.cli.catalogue import catalogue
+from danlu.cli.catalog import catalog
 from danlu.cli.check import check
 from danlu.cli.chips import chips
 from danlu.cli.dryrun import dryrun
 from danlu.cli.launch import launch
+from danlu.cli.option_rules import apply_option_rules
 from danlu.cli.plan import PlanCommand, plan
 from danlu.cli.probe import probe
+from danlu.cli.renamed import refuse_renamed
 from danlu.cli.resume import resume
+from danlu.cli.rm import rm
 from danlu.cli.runs import runs
 from danlu.cli.schema import schema
 from danlu.cli.show import show
-from danlu.cli.slurm_task import slurm_failed, slurm_ranks, slurm_task
+from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
+from danlu.cli.stop import stop
 from danlu.cli.train import train
 from danlu.cli.validate import validate
 from danlu.cli.worker import worker
+from danlu.report.terminal import escape_streams
 from danlu.spec import SpecError
+from danlu.spec.text import printable
+from danlu.storage.run_lock import RunError
+
+
+class EscapingGroup(TyperGroup):
+    """The commands; control characters in their output are escaped."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the requested command."""
+        with escape_streams():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="danlu",
-    help="Train large models on the machines that are really there.",
+    cls=EscapingGroup,
+    help="Train large models in PyTorch on one machine or a cluster: plan, dry-run, train, resume.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,8 +71,10 @@ def _danlu(
 app.command()(train)
 app.command()(resume)
 app.command()(launch)
+app.command()(stop)
 app.command()(runs)
 app.command()(show)
+app.command()(rm)
 app.command()(check)
 app.command(cls=PlanCommand)(plan)
 app.command()(dryrun)
@@ -63,19 +84,23 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
 app.add_typer(import_hf.app, name="import")
 app.add_typer(export_hf.app, name="export")
-app.command()(catalogue)
+app.command()(catalog)
 app.command()(chips)
 app.command()(schema)
 app.command(hidden=True)(worker)
 app.command("slurm-ranks", hidden=True)(slurm_ranks)
 app.command("slurm-task", hidden=True)(slurm_task)
-app.command("slurm-failed", hidden=True)(slurm_failed)
+app.command("slurm-ended", hidden=True)(slurm_ended)
+refuse_renamed(app)
+refuse_renamed(ckpt.app, "ckpt")
+refuse_renamed(data.app, "data")
+apply_option_rules(app)
 
 
 def main() -> None:
-    """Run a command; what the user can mend is printed without a traceback, with exit code 2."""
+    """Run a command; errors that the user can fix are printed without a traceback, with exit code 2."""
     try:
         app()
-    except SpecError as error:
-        typer.echo(str(error), err=True)
+    except (SpecError, RunError) as error:
+        typer.echo(printable(str(error)), err=True)
         sys.exit(2)

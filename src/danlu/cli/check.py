@@ -1,33 +1,45 @@
-"""`danlu check`: every contradiction of the files of a run, before it starts."""
+"""`danlu check`: checks the files of a run for contradictions, before it starts."""
 
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from danlu.cli.own_model import check_own_model
-from danlu.cli.paths import with_absolute_paths
-from danlu.cost import active_parameters, parameters
-from danlu.report.wording import count
-from danlu.spec.check import Checked, check_all
+from danlu.cli.custom_model import check_custom_model, factory_source
+from danlu.cli.precision_warning import warn_slow_precision
+from danlu.cli.recipe_paths import resolve_recipe_paths
+from danlu.cost import count_active_parameters, count_parameters
+from danlu.report.formatting import count
+from danlu.report.precision_text import slow_run_note
+from danlu.report.terminal import Console
+from danlu.spec.check import RunSpec, load_run_spec
+from danlu.spec.custom_model import CustomModel
 from danlu.spec.model import Model
+from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError
+from danlu.spec.recipe import Recipe
 
 
 def check(
     recipe: Annotated[Path, typer.Argument(help="What to train.", metavar="RECIPE.toml")],
-    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalogue, or its file.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="How it runs; one rank if left out.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print for machines.")] = False,
+    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalog, or its file.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="How it runs; one rank if omitted.")] = None,
+    do_import: Annotated[
+        bool,
+        typer.Option(
+            "--import/--no-import",
+            help="Import and run the code of a custom model to check it against the plan, or skip that.",
+        ),
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Hold a recipe, a plan and a cluster against each other, and report every problem with its line."""
+    """Check a recipe, a plan and a cluster for contradictions, and report every problem with its line."""
     try:
-        checked = check_all(recipe, plan, cluster)
-        resolved = with_absolute_paths(checked.recipe, recipe.parent)
-        check_own_model(resolved, recipe, checked.plan, plan)
+        checked = load_run_spec(recipe, plan, cluster)
+        resolved = resolve_recipe_paths(checked.recipe, recipe.parent)
+        not_checked = _check_code(resolved, recipe, checked.plan, plan, do_import)
     except SpecError as error:
         if as_json:
             _print_json(error.problems)
@@ -35,21 +47,36 @@ def check(
             _print_problems(error.problems)
         raise typer.Exit(2) from None
     if as_json:
-        _print_json([], checked)
+        _print_json([], checked, not_checked)
     else:
-        _lines(error=False).print(_summary(recipe, checked))
+        _unwrapped_console(error=False).print(_summary(recipe, checked))
+        warn_slow_precision(checked)
+        if not_checked:
+            _unwrapped_console(error=False).print(Text(f"not checked: {not_checked}", "yellow"))
 
 
-def _lines(*, error: bool) -> Console:
-    """A console that never breaks a line: a terminal wraps by itself, and a pipe wants paths in one piece."""
+def _check_code(recipe: Recipe, file: Path, plan: Plan, plan_file: Path | None, do_import: bool) -> str:
+    """Check a custom model against the plan, printing first which code will run; returns what was not checked."""
+    if not isinstance(recipe.model, CustomModel):
+        return ""
+    code = factory_source(recipe.model)
+    if not do_import:
+        return f"the model itself, because {code} was not imported"
+    typer.echo(f"imports and runs {code}; --no-import checks without", err=True)
+    check_custom_model(recipe, file, plan, plan_file)
+    return ""
+
+
+def _unwrapped_console(*, error: bool) -> Console:
+    """A console that never breaks a line: a terminal wraps by itself, and in a pipe paths must stay intact."""
     return Console(stderr=error, soft_wrap=True, highlight=False)
 
 
 def _print_problems(problems: list[Problem]) -> None:
-    console = _lines(error=True)
+    console = _unwrapped_console(error=True)
     for problem in problems:
-        place = Text.assemble((f"{problem.file}:{problem.line}", "bold"), ": ", (problem.key, "cyan"), ": ")
-        console.print(place + Text(problem.message))
+        location = Text.assemble((f"{problem.file}:{problem.line}", "bold"), ": ", (problem.key, "cyan"), ": ")
+        console.print(location + Text(problem.message))
         if problem.suggestion:
             console.print(Text(f"    → {problem.suggestion}", "green"))
     files = len({problem.file for problem in problems})
@@ -57,29 +84,35 @@ def _print_problems(problems: list[Problem]) -> None:
     console.print(Text(closing, "bold red"))
 
 
-def _summary(path: Path, checked: Checked) -> Text:
+def _summary(path: Path, checked: RunSpec) -> Text:
     """One line: what was checked."""
-    model, size = checked.recipe.model, "a module of its own"
+    model, size = checked.recipe.model, "custom module"
     if isinstance(model, Model):
-        size = f"{count(parameters(model))} parameters"
+        size = f"{count(count_parameters(model))} parameters"
         if model.moe:
-            size += f", {count(active_parameters(model))} active"
+            size += f", {count(count_active_parameters(model))} active"
     world = checked.plan.degrees.world
     ranks = f"{world:,} rank{'s' * (world > 1)}"
     if checked.cluster:
         ranks += f" of the {checked.cluster.chips:,} chips of {checked.cluster.name}"
-    return Text.assemble((f"{path}", "bold"), ": ", ("no problems", "green"), f": {model.name}, {size}, {ranks}")
+    precision = checked.recipe.precision.label
+    return Text.assemble(
+        (f"{path}", "bold"), ": ", ("no problems", "green"), f": {model.name}, {size}, {precision}, {ranks}"
+    )
 
 
-def _print_json(problems: list[Problem], checked: Checked | None = None) -> None:
-    answer: dict[str, object] = {"problems": [problem.model_dump() for problem in problems]}
+def _print_json(problems: list[Problem], checked: RunSpec | None = None, not_checked: str = "") -> None:
+    report: dict[str, object] = {"problems": [problem.model_dump() for problem in problems]}
     if checked:
         model = checked.recipe.model
-        answer |= {
+        report |= {
             "model": model.name,
-            "parameters": parameters(model) if isinstance(model, Model) else None,
-            "active_parameters": active_parameters(model) if isinstance(model, Model) else None,
+            "parameters": count_parameters(model) if isinstance(model, Model) else None,
+            "active_parameters": count_active_parameters(model) if isinstance(model, Model) else None,
+            "precision": checked.recipe.precision.label,
+            "warnings": [words] if (words := slow_run_note(checked)) else [],
             "world": checked.plan.degrees.world,
             "chips": checked.cluster.chips if checked.cluster else None,
+            "not_checked": not_checked or None,
         }
-    typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(report, indent=2, ensure_ascii=False))

@@ -1,41 +1,41 @@
-"""`danlu chips`: which chips Danlu knows, and which of them are here."""
+"""`danlu chips`: the supported chips, and which of them are available here."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from danlu.report.wording import MISSING, size
+from danlu.report.formatting import MISSING, size
+from danlu.report.terminal import Console
 
 if TYPE_CHECKING:
-    from danlu.chips import Descriptor
+    from danlu.chips import ChipDescriptor
 
 
-def chips(as_json: Annotated[bool, typer.Option("--json", help="Print for machines.")] = False) -> None:
-    """List the chips this installation can drive, and why the others cannot be used here."""
-    from danlu.chips import chips as declared
+def chips(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the chips this installation supports, and why some cannot be used here."""
+    from danlu.chips import list_chips as declared
 
     rows = [_figures(chip) for chip in declared().values()]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    # A pipe has no width of its own: without this rich would cut the columns at 80.
+    # A pipe has no width: without this rich would cut the columns at 80.
     console = Console() if Console().is_terminal else Console(width=160)
     console.print(_table(rows))
 
 
-def _figures(chip: "Descriptor") -> dict[str, Any]:
-    available = chip.runtime.available()
+def _figures(chip: "ChipDescriptor") -> dict[str, Any]:
+    available = chip.runtime.is_available()
     return {
         "name": chip.name,
         "available": available,
-        "why_not": chip.runtime.why_not(),
+        "why_not": chip.runtime.unavailable_reason(),
         "devices": chip.runtime.device_count(),
         "backend": chip.collectives.backend if chip.collectives else None,
         "memory": chip.runtime.memory_total() if available else None,
-        "missing": chip.missing(),
+        "missing": chip.missing_providers(),
     }
 
 

@@ -1,51 +1,62 @@
-"""`danlu ckpt diff`: what two checkpoints do not share, whatever layouts wrote them."""
+"""`danlu ckpt diff`: the differences of two checkpoints, whatever layouts wrote them."""
 
 import json
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from danlu.cli.ckpt_place import Json, Runs, Settings, find_place, growing_bar, told_plainly
-from danlu.cli.ckpt_tables import apart_words, layout_words, shape_words, total_bytes
-from danlu.cli.prepare import RUNS
-from danlu.storage.checkpoint.compare import Apart, Difference, apart, differ
+from danlu.cli.ckpt_ref import (
+    JsonOption,
+    RunsFolderOption,
+    S3Option,
+    incremental_progress_bar,
+    report_errors,
+    resolve_ref,
+)
+from danlu.cli.ckpt_tables import format_axes, format_shape, format_tensor_diff, total_bytes
+from danlu.cli.prepare import DEFAULT_RUNS_DIR
+from danlu.report.terminal import Console
+from danlu.storage.checkpoint.compare import CheckpointDiff, TensorDiff, compare_manifests, compare_tensor
 from danlu.storage.checkpoint.manifest import Manifest
-from danlu.storage.checkpoint.reader import Reader
+from danlu.storage.checkpoint.reader import CheckpointReader
 
 _SIDE = "RUN[@STEP]"
 
 
 def diff(
     first: Annotated[str, typer.Argument(metavar=_SIDE, help="A run, a folder of checkpoints or s3://…")],
-    second: Annotated[str, typer.Argument(metavar=_SIDE, help="What to hold it against.")],
+    second: Annotated[str, typer.Argument(metavar=_SIDE, help="What to compare it with.")],
     match: Annotated[str, typer.Option(metavar="PATTERN", help="Only tensors such as 'model.*'.")] = "*",
-    values: Annotated[bool, typer.Option("--values", help="Read the tensors that differ, and say how far.")] = False,
-    folder: Runs = RUNS,
-    settings: Settings = None,
-    as_json: Json = False,
+    values: Annotated[
+        bool, typer.Option("--values", help="Read the tensors that differ, and print the size of the differences.")
+    ] = False,
+    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    settings: S3Option = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints by fingerprints, without reading data; exit code 1 if they are not the same."""
-    with told_plainly():
-        one, two = (find_place(name, folder, settings).reader() for name in (first, second))
-        found = differ(one.manifest, two.manifest, lambda name: fnmatchcase(name, match))
-        distances = _distances(one, two, found.different) if values else {}
+    with report_errors():
+        one, two = (resolve_ref(name, folder, settings).open_reader() for name in (first, second))
+        found = compare_manifests(one.manifest, two.manifest, lambda name: fnmatchcase(name, match))
+        distances = _tensor_diffs(one, two, found.different) if values else {}
     if as_json:
-        typer.echo(json.dumps(_figures(one.manifest, two.manifest, found, distances), indent=2))
+        typer.echo(json.dumps(_diff_json(one.manifest, two.manifest, found, distances), indent=2))
     else:
-        _tell(one, two, found, distances, values)
-    raise typer.Exit(0 if found.none else 1)
+        _print_diff(one, two, found, distances, values)
+    raise typer.Exit(0 if found.is_empty else 1)
 
 
-def _distances(one: Reader, two: Reader, names: list[str]) -> dict[str, Apart]:
+def _tensor_diffs(one: CheckpointReader, two: CheckpointReader, names: list[str]) -> dict[str, TensorDiff]:
     total = total_bytes(one.manifest, names) + total_bytes(two.manifest, names)
-    with growing_bar("values", total) as on_bytes:
-        return {name: apart(one, two, name, on_bytes) for name in names}
+    with incremental_progress_bar("values", total) as on_bytes:
+        return {name: compare_tensor(one, two, name, on_bytes) for name in names}
 
 
-def _tell(one: Reader, two: Reader, found: Difference, distances: dict[str, Apart], values: bool) -> None:
+def _print_diff(
+    one: CheckpointReader, two: CheckpointReader, found: CheckpointDiff, distances: dict[str, TensorDiff], values: bool
+) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for mark, reader in (("A", one), ("B", two)):
         console.print(f"{mark}  {escape(_side(reader))}")
@@ -53,38 +64,38 @@ def _tell(one: Reader, two: Reader, found: Difference, distances: dict[str, Apar
     for mark, names in (("A", found.only_first), ("B", found.only_second)):
         for name in names:
             tensor = (a if mark == "A" else b)[name]
-            console.print(f"only in {mark}   {escape(name)}  {tensor.dtype} {shape_words(tensor.shape)}")
+            console.print(f"only in {mark}   {escape(name)}  {tensor.dtype} {format_shape(tensor.shape)}")
     for name in found.reshaped:
-        was, now = (f"{side[name].dtype} {shape_words(side[name].shape)}" for side in (a, b))
+        was, now = (f"{side[name].dtype} {format_shape(side[name].shape)}" for side in (a, b))
         console.print(f"shape       {escape(name)}  {was} → {now}")
     for name in found.different:
-        far = f"  {apart_words(distances[name])}" if name in distances else ""
-        console.print(f"different   {escape(name)}{far}")
-    for name, x, y in _other_scalars(one.manifest, two.manifest):
+        size = f"  {format_tensor_diff(distances[name])}" if name in distances else ""
+        console.print(f"different   {escape(name)}{size}")
+    for name, x, y in _changed_scalars(one.manifest, two.manifest):
         console.print(f"scalar      {escape(name)}  {x!r} → {y!r}")
     shared = len(found.equal) + len(found.different)
-    words = f"{len(found.equal):,} of {shared:,} shared tensors have the same bits"
+    summary = f"{len(found.equal):,} of {shared:,} shared tensors have the same bits"
     if found.different and not values:
-        words += "; --values says how far the others are apart"
-    console.print(words)
+        summary += "; use --values for the size of the differences"
+    console.print(summary)
 
 
-def _side(reader: Reader) -> str:
+def _side(reader: CheckpointReader) -> str:
     manifest = reader.manifest
     return (
-        f"{reader.store.name} step {manifest.step}: {len(manifest.tensors):,} tensors, {layout_words(manifest.layout)}"
+        f"{reader.store.name} step {manifest.step}: {len(manifest.tensors):,} tensors, {format_axes(manifest.layout)}"
     )
 
 
-def _other_scalars(one: Manifest, two: Manifest) -> list[tuple[str, Any, Any]]:
+def _changed_scalars(one: Manifest, two: Manifest) -> list[tuple[str, Any, Any]]:
     names = sorted(one.scalars.keys() | two.scalars.keys())
     pairs = [(name, one.scalars.get(name), two.scalars.get(name)) for name in names]
     return [(name, x, y) for name, x, y in pairs if x != y]
 
 
-def _figures(one: Manifest, two: Manifest, found: Difference, distances: dict[str, Apart]) -> dict[str, Any]:
+def _diff_json(one: Manifest, two: Manifest, found: CheckpointDiff, distances: dict[str, TensorDiff]) -> dict[str, Any]:
     return {
-        "same": found.none,
+        "same": found.is_empty,
         "equal": len(found.equal),
         "different": {name: vars(distances[name]) if name in distances else {} for name in found.different},
         "only_first": found.only_first,
@@ -93,5 +104,5 @@ def _figures(one: Manifest, two: Manifest, found: Difference, distances: dict[st
             name: [[side.tensors[name].dtype, list(side.tensors[name].shape)] for side in (one, two)]
             for name in found.reshaped
         },
-        "scalars": {name: [x, y] for name, x, y in _other_scalars(one, two)},
+        "scalars": {name: [x, y] for name, x, y in _changed_scalars(one, two)},
     }

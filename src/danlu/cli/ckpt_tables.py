@@ -1,4 +1,4 @@
-"""What `danlu ckpt` prints: tables for people, plain values for machines."""
+"""Output of `danlu ckpt`: tables for people, JSON values for machines."""
 
 from datetime import datetime
 from typing import Any
@@ -6,32 +6,32 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from danlu.report import wording
-from danlu.storage.checkpoint.compare import Apart
-from danlu.storage.checkpoint.inventory import Entry, Tree
-from danlu.storage.checkpoint.manifest import Manifest, Sum
+from danlu.report import formatting
+from danlu.storage.checkpoint.compare import TensorDiff
+from danlu.storage.checkpoint.inspection import CheckpointEntry, TreeStats
+from danlu.storage.checkpoint.manifest import Manifest, TensorSummary
 
-SHORT = 12
-"""Digits of a root hash that a table shows."""
+HASH_DIGITS = 12
+"""Digits of a root hash in a table."""
 _STYLE = {"complete": "green", "quarantined": "yellow", "incomplete": "dim", "damaged": "red"}
 
 
-def layout_words(layout: dict[str, int]) -> str:
+def format_axes(layout: dict[str, int]) -> str:
     """Axes with more than one rank: `shard 2 · tp 4`."""
     wide = [f"{axis} {degree}" for axis, degree in layout.items() if degree > 1]
     return " · ".join(wide) or "1 rank"
 
 
-def moment_words(moment: float) -> str:
-    """A time of this place."""
+def format_timestamp(moment: float) -> str:
+    """A time in the local time zone."""
     return datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def entry_figures(entry: Entry) -> dict[str, Any]:
+def entry_json(entry: CheckpointEntry) -> dict[str, Any]:
     """One step's folder for machines."""
-    figures: dict[str, Any] = {"step": entry.step, "state": entry.state, "leftovers": entry.leftovers}
-    if entry.trouble:
-        figures["trouble"] = entry.trouble
+    figures: dict[str, Any] = {"step": entry.step, "state": entry.state, "leftovers": entry.leftover_files}
+    if entry.error:
+        figures["trouble"] = entry.error
     if (manifest := entry.manifest) is not None:
         figures |= {
             "tensors": len(manifest.tensors),
@@ -45,8 +45,8 @@ def entry_figures(entry: Entry) -> dict[str, Any]:
     return figures
 
 
-def entries_table(entries: list[Entry]) -> Table:
-    """One row a step."""
+def entries_table(entries: list[CheckpointEntry]) -> Table:
+    """One row per step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, justify in (
         ("step", "right"), ("state", "left"), ("tensors", "right"), ("bytes", "right"), ("ranks", "right"),
@@ -55,42 +55,42 @@ def entries_table(entries: list[Entry]) -> Table:
         table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=title != "state")
     for entry in entries:
         state = f"[{_STYLE[entry.state]}]{entry.state}[/]"
-        if entry.leftovers:
-            state += f" [dim]({entry.leftovers} leftover file{'s' * (entry.leftovers > 1)})[/]"
+        if entry.leftover_files:
+            state += f" [dim]({entry.leftover_files} leftover file{'s' * (entry.leftover_files > 1)})[/]"
         table.add_row(f"{entry.step:,}", state, *_entry_row(entry.manifest))
     return table
 
 
 def _entry_row(manifest: Manifest | None) -> list[str]:
     if manifest is None:
-        return [wording.MISSING] * 7
+        return [formatting.MISSING] * 7
     return [
         f"{len(manifest.tensors):,}",
-        wording.size(manifest.bytes),
+        formatting.size(manifest.bytes),
         f"{manifest.packs:,}",
-        escape(layout_words(manifest.layout)),
-        moment_words(manifest.written),
+        escape(format_axes(manifest.layout)),
+        format_timestamp(manifest.written),
         "yes" if manifest.finite else "[red]no[/]",
-        manifest.root[:SHORT],
+        manifest.root[:HASH_DIGITS],
     ]
 
 
-def facts_table(place: str, manifest: Manifest, tree: Tree) -> Table:
-    """A checkpoint's own figures, its scalars and the shape of its tree."""
+def manifest_table(label: str, manifest: Manifest, tree: TreeStats) -> Table:
+    """The fields of a manifest, and the shape of its tree."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     scalars = ", ".join(f"{name} = {value!r}" for name, value in sorted(manifest.scalars.items()))
     rows = {
-        "checkpoint": f"[bold]{escape(place)}[/]",
-        "scalars": escape(scalars) or wording.MISSING,
-        "layout": f"{escape(layout_words(manifest.layout))}, {_many(manifest.packs, 'writer')}",
-        "written": moment_words(manifest.written),
+        "checkpoint": f"[bold]{escape(label)}[/]",
+        "scalars": escape(scalars) or formatting.MISSING,
+        "layout": f"{escape(format_axes(manifest.layout))}, {_pluralize(manifest.packs, 'writer')}",
+        "written": format_timestamp(manifest.written),
         "finite": "yes" if manifest.finite else "[red]no[/]",
-        "tensors": f"{len(manifest.tensors):,}, {wording.size(manifest.bytes)} in packs",
-        "tree": f"{tree.levels} level{'s' * (tree.levels > 1)}: the manifest, {_many(tree.nodes, 'node')}, "
-        f"{_many(tree.leaves, 'leaf', 'leaves')}, {_many(tree.packs, 'pack')}, "
-        f"{_many(sum(map(len, tree.chunks.values())), 'chunk')}",
+        "tensors": f"{len(manifest.tensors):,}, {formatting.size(manifest.bytes)} in packs",
+        "tree": f"{tree.levels} level{'s' * (tree.levels > 1)}: the manifest, {_pluralize(tree.nodes, 'node')}, "
+        f"{_pluralize(tree.leaves, 'leaf', 'leaves')}, {_pluralize(tree.packs, 'pack')}, "
+        f"{_pluralize(sum(map(len, tree.chunks.values())), 'chunk')}",
         "root": manifest.root,
     }
     for name, value in rows.items():
@@ -98,12 +98,12 @@ def facts_table(place: str, manifest: Manifest, tree: Tree) -> Table:
     return table
 
 
-def _many(count: int, one: str, several: str = "") -> str:
+def _pluralize(count: int, one: str, several: str = "") -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
-def tensors_table(tensors: dict[str, Sum], tree: Tree, *, chunks: bool) -> Table:
-    """One row a tensor, and with `chunks` one a chunk under it."""
+def tensors_table(tensors: dict[str, TensorSummary], tree: TreeStats, *, chunks: bool) -> Table:
+    """One row per tensor, and with `chunks` one per chunk below it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, right in (("tensor", 0), ("dtype", 0), ("shape", 0), ("bytes", 1), ("chunks", 1), ("fingerprint", 0)):
         table.add_column(title, justify="right" if right else "left", overflow="fold")
@@ -112,8 +112,8 @@ def tensors_table(tensors: dict[str, Sum], tree: Tree, *, chunks: bool) -> Table
         table.add_row(
             escape(name),
             tensor.dtype,
-            shape_words(tensor.shape),
-            wording.size(tensor.nbytes(tensor.shape)),
+            format_shape(tensor.shape),
+            formatting.size(tensor.nbytes(tensor.shape)),
             f"{len(pieces):,}",
             f"{tensor.fingerprint:016x}",
         )
@@ -122,7 +122,7 @@ def tensors_table(tensors: dict[str, Sum], tree: Tree, *, chunks: bool) -> Table
     return table
 
 
-def tensor_figures(tensor: Sum, pieces: list[tuple[str, str, int]] | None) -> dict[str, Any]:
+def tensor_json(tensor: TensorSummary, pieces: list[tuple[str, str, int]] | None) -> dict[str, Any]:
     """One tensor for machines."""
     figures: dict[str, Any] = {
         "dtype": tensor.dtype,
@@ -135,19 +135,19 @@ def tensor_figures(tensor: Sum, pieces: list[tuple[str, str, int]] | None) -> di
     return figures
 
 
-def shape_words(shape: tuple[int, ...]) -> str:
-    """A shape with × between its sides; a scalar says so."""
+def format_shape(shape: tuple[int, ...]) -> str:
+    """A shape with × between its sizes, or "scalar"."""
     return " × ".join(map(str, shape)) if shape else "scalar"
 
 
-def apart_words(apart: Apart) -> str:
-    """How far two tensors are apart, in a line."""
-    if apart.first is None:
+def format_tensor_diff(diff: TensorDiff) -> str:
+    """The differences of two tensors, in one line."""
+    if diff.first is None:
         return "no element differs"
-    share = wording.percent(apart.differing / apart.elements)
-    words = f"max |Δ| {apart.largest:.3g}, {apart.differing:,} of {apart.elements:,} elements ({share})"
-    words += f", first at {list(apart.first)}"
-    return words + (f", {apart.not_finite:,} not finite" if apart.not_finite else "")
+    share = formatting.percent(diff.differing / diff.elements)
+    text = f"max |Δ| {diff.largest:.3g}, {diff.differing:,} of {diff.elements:,} elements ({share})"
+    text += f", first at {list(diff.first)}"
+    return text + (f", {diff.not_finite:,} not finite" if diff.not_finite else "")
 
 
 def total_bytes(manifest: Manifest, names: list[str]) -> int:

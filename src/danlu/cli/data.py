@@ -1,4 +1,4 @@
-"""`danlu data`: build, show and verify training data."""
+"""`danlu data`: build, append, show and verify training data."""
 
 import json
 from collections.abc import Iterator
@@ -7,34 +7,34 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from danlu.cli.data_at import at
-from danlu.cli.data_on import Address, Builder, On, encoding
+from danlu.cli.data_executor import BuildExecutor, ExecutorOption, RayAddressOption, open_tokenize_fn
+from danlu.cli.data_locate import locate
+from danlu.report.terminal import Console
 from danlu.spec import SpecError
 from danlu.spec.problem import problem_at
-from danlu.storage.build import SHARD_TOKENS, Built, build
-from danlu.storage.index import Index, read_index
-from danlu.storage.tokenizer import BYTES, BytesTokenizer, Tokenizer, open_tokenizer
-from danlu.storage.tokens import OnProgress, TokenShards
+from danlu.storage.data.build import DEFAULT_SHARD_TOKENS, BuildResult, build_dataset
+from danlu.storage.data.dataset_index import DatasetIndex, read_index
+from danlu.storage.data.token_shards import OnProgress, TokenShards
+from danlu.storage.data.tokenizer import BYTES_TOKENIZER, BytesTokenizer, Tokenizer, open_tokenizer
 
 app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of token shards.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DatasetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of token shards.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 EndOfText = Annotated[str | None, typer.Option(metavar="TOKEN", help="Token that ends a document.")]
 ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")]
 TextField = Annotated[str, typer.Option(help="Field of a JSON line that holds the text.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines and files out, and count them.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip bad lines and files, and count them.")]
 
-_SHOWN_TOKENS = 400
+_PREVIEW_TOKENS = 400
 
 
 @app.command("build")
-def build_(
+def build_command(
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -44,22 +44,22 @@ def build_(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, or the path of a Hugging Face tokenizer.json.")] = "bytes",
     end_of_text: EndOfText = None,
-    shard_tokens: ShardTokens = SHARD_TOKENS,
+    shard_tokens: ShardTokens = DEFAULT_SHARD_TOKENS,
     field: TextField = "text",
     skip_bad: SkipBad = False,
-    on: On = Builder.HERE,
-    address: Address = None,
+    on: ExecutorOption = BuildExecutor.HERE,
+    address: RayAddressOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a data set that is already there.")] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Turn text into token shards.
 
-    One document a JSON line or a text file; folders are read in order of their names.
-    The same sources give the same bytes. A build that was broken off goes on when it is started again.
+    One document per JSON line or text file; folders are read in order of their names.
+    The same sources give the same bytes. An interrupted build resumes when it is run again.
     """
     encoder = open_tokenizer(tokenizer, end_of_text)
-    with encoding(encoder, on, address) as encode, _progress("tokens") as on_progress:
-        built = build(
+    with open_tokenize_fn(encoder, on, address) as encode, _progress("tokens") as on_progress:
+        built = build_dataset(
             sources,
             output,
             encoder,
@@ -69,9 +69,9 @@ def build_(
             skip_bad=skip_bad,
             force=force,
             encode=encode,
-            on_note=_note,
+            on_note=_print_note,
         )
-    _tell(output, built, as_json)
+    _print_result(output, built, as_json)
 
 
 @app.command()
@@ -82,24 +82,24 @@ def append(
         str | None, typer.Option(help="The data set's tokenizer.json; none is needed for bytes.")
     ] = None,
     end_of_text: EndOfText = None,
-    shard_tokens: ShardTokens = SHARD_TOKENS,
+    shard_tokens: ShardTokens = DEFAULT_SHARD_TOKENS,
     field: TextField = "text",
     skip_bad: SkipBad = False,
-    on: On = Builder.HERE,
-    address: Address = None,
-    as_json: Json = False,
+    on: ExecutorOption = BuildExecutor.HERE,
+    address: RayAddressOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Add text to a data set, under runs that read it too.
+    """Add text to a data set, even while runs read it.
 
-    Runs go on in the order they promised, and read the new text from their next checkpoint or resume on.
+    Running jobs keep their recorded order and read the new text after their next checkpoint or resume.
     """
     known = read_index(output).tokenizer
-    if tokenizer is None and known != BYTES:
+    if tokenizer is None and known != BYTES_TOKENIZER:
         message = f'was built with tokenizer "{known}", whose file is needed to add to it'
         raise SpecError([problem_at(output, 1, "tokenizer", message, "--tokenizer FILE")])
-    encoder = open_tokenizer(tokenizer or BYTES, end_of_text)
-    with encoding(encoder, on, address) as encode, _progress("tokens") as on_progress:
-        built = build(
+    encoder = open_tokenizer(tokenizer or BYTES_TOKENIZER, end_of_text)
+    with open_tokenize_fn(encoder, on, address) as encode, _progress("tokens") as on_progress:
+        built = build_dataset(
             sources,
             output,
             encoder,
@@ -109,16 +109,16 @@ def append(
             skip_bad=skip_bad,
             append=True,
             encode=encode,
-            on_note=_note,
+            on_note=_print_note,
         )
-    _tell(output, built, as_json)
+    _print_result(output, built, as_json)
 
 
-app.command()(at)
+app.command()(locate)
 
 
 @app.command()
-def show(folder: Folder, as_json: Json = False) -> None:
+def show(folder: DatasetFolder, as_json: JsonOption = False) -> None:
     """Show what a data set holds, and how it begins."""
     shards = TokenShards.open(folder)
     if as_json:
@@ -126,11 +126,11 @@ def show(folder: Folder, as_json: Json = False) -> None:
         return
     console = Console()
     console.print(_table(folder, shards.index))
-    console.print(_beginning(shards))
+    console.print(_preview(shards))
 
 
 @app.command()
-def verify(folder: Folder, as_json: Json = False) -> None:
+def verify(folder: DatasetFolder, as_json: JsonOption = False) -> None:
     """Read every shard and compare its hash with the index; exit code 2 if one differs."""
     shards = TokenShards.open(folder)
     with _progress("hashes") as on_progress:
@@ -141,20 +141,20 @@ def verify(folder: Folder, as_json: Json = False) -> None:
             json.dumps({"folder": str(folder), "shards": len(index.shards), "tokens": index.tokens, "good": True})
         )
     else:
-        typer.echo(f"{folder}: {_shards(index)}, {index.tokens:,} tokens: all as the index says")
+        typer.echo(f"{folder}: {_shards_text(index)}, {index.tokens:,} tokens: all match the index")
 
 
 def build_with_progress(sources: list[str], folder: Path, tokenizer: Tokenizer) -> None:
-    """Build a data set that a command needs, with a bar, what was left out, and the result in a line."""
+    """Build a data set that a command needs; shows a progress bar, what was skipped, and the result in one line."""
     with _progress("tokens") as on_progress:
-        built = build(sources, folder, tokenizer, on_progress)
-    _warn_left_out(built)
+        built = build_dataset(sources, folder, tokenizer, on_progress)
+    _warn_skipped(built)
     typer.echo(_result_line(folder, built))
 
 
 @contextmanager
 def _progress(label: str) -> Iterator[OnProgress]:
-    """A bar over bytes on standard error, gone when the work is done."""
+    """A progress bar over bytes on standard error, removed at the end."""
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -162,24 +162,24 @@ def _progress(label: str) -> Iterator[OnProgress]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _tell(output: Path, built: Built, as_json: bool) -> None:
-    _warn_left_out(built)
-    typer.echo(json.dumps(_figures(output, built), indent=2) if as_json else _result_line(output, built))
+def _print_result(output: Path, built: BuildResult, as_json: bool) -> None:
+    _warn_skipped(built)
+    typer.echo(json.dumps(_result_json(output, built), indent=2) if as_json else _result_line(output, built))
 
 
-def _warn_left_out(built: Built) -> None:
-    if built.left_out:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(built.left_out.items()))
-        typer.echo(f"left out: {counts}", err=True)
-    for problem in built.examples:
+def _warn_skipped(built: BuildResult) -> None:
+    if built.skipped:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(built.skipped.items()))
+        typer.echo(f"skipped: {counts}", err=True)
+    for problem in built.skipped_examples:
         typer.echo(f"  {problem.file}:{problem.line}: {problem.key}: {problem.message}", err=True)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
-def _figures(folder: Path, built: Built) -> dict[str, object]:
+def _result_json(folder: Path, built: BuildResult) -> dict[str, object]:
     index = built.index
     return {
         "folder": str(folder),
@@ -190,40 +190,40 @@ def _figures(folder: Path, built: Built) -> dict[str, object]:
         "unigram_loss": index.unigram_loss,
         "tokenizer": index.tokenizer,
         "vocabulary": index.vocabulary,
-        "left_out": dict(built.left_out),
-        "edition": len(index.all_editions) - 1,
-        "shards_of_a_broken_off_build": built.resumed,
+        "left_out": dict(built.skipped),
+        "edition": len(index.all_versions) - 1,
+        "shards_of_a_broken_off_build": built.resumed_shards,
     }
 
 
-def _result_line(folder: Path, built: Built) -> str:
+def _result_line(folder: Path, built: BuildResult) -> str:
     index = built.index
     return (
-        f"{folder}: {index.documents:,} documents, {index.tokens:,} tokens, {_shards(index)}"
+        f"{folder}: {index.documents:,} documents, {index.tokens:,} tokens, {_shards_text(index)}"
         f" in {built.seconds:.1f} s, unigram loss {index.unigram_loss:.4f}"
-        + (f", edition {len(index.editions) - 1}" if len(index.editions) > 1 else "")
-        + (f" ({built.resumed} shards were there from a build that was broken off)" if built.resumed else "")
+        + (f", version {len(index.editions) - 1}" if len(index.editions) > 1 else "")
+        + (f" ({built.resumed_shards} shards reused from an interrupted build)" if built.resumed_shards else "")
     )
 
 
-def _shards(index: Index) -> str:
+def _shards_text(index: DatasetIndex) -> str:
     return f"{len(index.shards):,} shard{'s' if len(index.shards) > 1 else ''}"
 
 
-def _table(folder: Path, index: Index) -> Table:
+def _table(folder: Path, index: DatasetIndex) -> Table:
     table = Table(title=str(folder), show_header=False, title_justify="left")
     rows = {
         "tokenizer": index.tokenizer,
         "vocabulary": f"{index.vocabulary:,} (end of text: {index.end_of_text})",
         "documents": f"{index.documents:,}",
-        "tokens": f"{index.tokens:,}, {index.tokens / index.documents:,.0f} a document",
-        "shards": f"{_shards(index)} of {index.dtype}",
+        "tokens": f"{index.tokens:,}, {index.tokens / index.documents:,.0f} per document",
+        "shards": f"{_shards_text(index)} of {index.dtype}",
         "unigram loss": f"{index.unigram_loss:.4f}",
-        "editions": "\n".join(
-            f"{number}: {edition.shards:,} shards, {edition.tokens:,} tokens"
-            for number, edition in enumerate(index.all_editions)
+        "versions": "\n".join(
+            f"{number}: {version.shards:,} shards, {version.tokens:,} tokens"
+            for number, version in enumerate(index.all_versions)
         ),
-        "checked": "every block, when it is read" if all(shard.sums for shard in index.shards) else "not on reading",
+        "verified": "every block, when read" if all(shard.sums for shard in index.shards) else "never",
         "sources": "\n".join(index.sources),
     }
     for name, value in rows.items():
@@ -231,10 +231,10 @@ def _table(folder: Path, index: Index) -> Table:
     return table
 
 
-def _beginning(shards: TokenShards) -> Text:
-    """The first tokens: as text where we can tell, as ids otherwise; what would move the cursor is shown as �."""
-    tokens = shards.read(0, min(_SHOWN_TOKENS, shards.tokens))
+def _preview(shards: TokenShards) -> Text:
+    """The first tokens: as text for the bytes tokenizer, else as ids; control characters are shown as �."""
+    tokens = shards.read(0, min(_PREVIEW_TOKENS, shards.tokens))
     bytes_ = BytesTokenizer()
     if shards.index.tokenizer != bytes_.name:
-        return Text(" ".join(map(str, tokens[: _SHOWN_TOKENS // 8])))
+        return Text(" ".join(map(str, tokens[: _PREVIEW_TOKENS // 8])))
     return Text("".join(c if c.isprintable() or c in "\n\t" else "�" for c in bytes_.decode(tokens)))

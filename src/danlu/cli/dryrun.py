@@ -5,35 +5,37 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from danlu.cli.dryrun_page import show_dryrun
-from danlu.cli.own_model import check_own_model
-from danlu.cli.paths import with_absolute_paths
-from danlu.comm.layout import dense_ranks
-from danlu.report import wording
-from danlu.report.trace import footer, memory_table, operator_table, traffic_table
+from danlu.cli.custom_model import check_custom_model
+from danlu.cli.dryrun_output import write_dryrun_page
+from danlu.cli.recipe_paths import resolve_recipe_paths
+from danlu.comm.rank_layout import dense_ranks
+from danlu.report import formatting
+from danlu.report.dryrun_tables import memory_table, operator_table, table_notes, traffic_table
+from danlu.report.terminal import Console
 from danlu.spec import Plan
-from danlu.spec.check import check_all
+from danlu.spec.check import load_run_spec
 from danlu.spec.cluster import Cluster
 from danlu.spec.trace import DryRun
 
-FEW_PLACES = 4
-"""Places on a pipeline that are all run when nobody says which."""
+MAX_DEFAULT_PP_RANKS = 4
+"""Up to this many pp ranks are all run by default."""
 
 
 def dryrun(
     recipe: Annotated[Path, typer.Argument(help="What to train.", metavar="RECIPE.toml")],
-    plan: Annotated[Path | None, typer.Option(help="How it runs; one rank if left out.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalogue, or its file.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="How it runs; one rank if omitted.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalog, or its file.")] = None,
     ranks: Annotated[
         str,
         typer.Option(
-            help="Ranks to run: numbers, first, last, joined by commas; or classes, one rank of every place on the "
-            f"pipeline. Left out: classes, or the first and last of more than {FEW_PLACES}."
+            help="Ranks to run: numbers, first, last, joined by commas; or classes, one rank per pp rank. "
+            f"Default: classes, or the first and last of more than {MAX_DEFAULT_PP_RANKS}."
         ),
     ] = "",
-    whole: Annotated[bool, typer.Option("--whole", help="Run every layer, also those like their neighbours.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Run every layer, also those identical to their neighbors.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write JSON to this file as well.", metavar="FILE.json")] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page to this file.", metavar="FILE.html")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Write the page and open it in the browser.")] = False,
@@ -41,30 +43,30 @@ def dryrun(
 ) -> None:
     """Run the real program for one step without the machine: what each rank computes, sends and holds.
 
-    Builds the model and takes a whole optimiser step as the chosen ranks, on tensors without memory and a
-    network without peers. The batch is the recipe's; experts are taken for evenly loaded. Layers that are like
-    their neighbours are counted rather than run; the last lines say how many.
+    Builds the model and runs a full optimizer step as the chosen ranks, on tensors without memory and a network
+    without peers. The batch is the recipe's; experts are assumed to be evenly loaded. Layers that are identical to
+    their neighbors are extrapolated rather than run; the last lines say how many.
     """
-    checked = check_all(recipe, plan, cluster, default=Plan())
-    resolved = with_absolute_paths(checked.recipe, recipe.parent)
-    check_own_model(resolved, recipe, checked.plan, plan)
+    checked = load_run_spec(recipe, plan, cluster, default=Plan())
+    resolved = resolve_recipe_paths(checked.recipe, recipe.parent)
+    check_custom_model(resolved, recipe, checked.plan, plan)
     numbers = _ranks(ranks, checked.plan, checked.cluster)
-    from danlu.framework.dryrun import dry_runs
+    from danlu.dryrun.dry_run import dry_run_ranks
 
     errors = Console(stderr=True)
     started = time.monotonic()
     with errors.status("") as status:
 
-        def tell(rank: int) -> None:
+        def on_rank(rank: int) -> None:
             status.update(
                 f"rank {rank:,} of {checked.plan.degrees.world:,}, {numbers.index(rank) + 1} of {len(numbers)}"
             )
 
-        run = dry_runs(resolved, checked.plan, checked.cluster, numbers, whole=whole, tell=tell)
+        run = dry_run_ranks(resolved, checked.plan, checked.cluster, numbers, all_layers=whole, on_rank=on_rank)
     text = run.model_dump_json()
     if out is not None:
         out.write_text(text + "\n")
-        errors.print(f"{wording.path(out.absolute())}: {len(run.traces)} ranks")
+        errors.print(f"{formatting.relative_path(out.absolute())}: {len(run.traces)} ranks")
     if as_json:
         for note in run.notes:
             errors.print(note, style="yellow")
@@ -72,7 +74,7 @@ def dryrun(
     else:
         _print(run, time.monotonic() - started)
     if page is not None or open_page:
-        show_dryrun(run, page, open_page)
+        write_dryrun_page(run, page, open_page)
 
 
 def _print(run: DryRun, seconds: float) -> None:
@@ -82,16 +84,16 @@ def _print(run: DryRun, seconds: float) -> None:
     for trace in run.traces:
         console.print(operator_table(trace))
     console.print(memory_table(run))
-    for line in footer(run):
+    for line in table_notes(run):
         console.print(line, highlight=False)
-    console.print(f"{wording.duration(seconds)} in all", highlight=False)
+    console.print(f"{formatting.duration(seconds)} in all", highlight=False)
 
 
 def _ranks(text: str, plan: Plan, cluster: Cluster | None) -> list[int]:
     """Ranks by number or name, each once."""
     classes = dense_ranks(plan, cluster)[:, 0, 0, 0, 0].tolist()
     if not text:
-        return classes if len(classes) <= FEW_PLACES else [classes[0], classes[-1]]
+        return classes if len(classes) <= MAX_DEFAULT_PP_RANKS else [classes[0], classes[-1]]
     world = plan.degrees.world
     named = {"first": [0], "last": [world - 1], "classes": classes}
     found: list[int] = []

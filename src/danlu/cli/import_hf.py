@@ -1,14 +1,14 @@
-"""`danlu import hf`: a published model into a folder that a recipe can start from."""
+"""`danlu import hf`: convert a published model to a folder that a recipe can start from."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from danlu.cli.hf_outcome import Compare, Json, Tolerance, compare_and_tell, weights_progress
+from danlu.cli.hf_result import Compare, Json, Tolerance, compare_and_report, weights_progress
 from danlu.cli.import_checkpoint import import_dcp, import_megatron, import_safetensors
 
-app = typer.Typer(help="Models and checkpoints from elsewhere into Danlu's form.", no_args_is_help=True)
+app = typer.Typer(help="Import models and checkpoints of other systems.", no_args_is_help=True)
 
 
 @app.callback()
@@ -30,16 +30,18 @@ def import_hf(
     differ by more than the tolerance.
     """
     from danlu.framework import hf
-    from danlu.framework.hf_compare import imported_decoder
+    from danlu.framework.hf_compare import load_imported_decoder
 
     with weights_progress() as on_progress:
         imported = hf.import_hf(folder, output, on_progress)
-    for key in imported.unknown:
-        typer.echo(f"left out, because Danlu does not know it: {key}", err=True)
+    for key in imported.ignored_keys:
+        typer.echo(f"ignored, because Danlu does not know it: {key}", err=True)
     model = imported.model
     figures = {"folder": str(output), "architecture": imported.family.architecture}
     raise typer.Exit(
-        compare_and_tell(figures, model, folder, lambda: imported_decoder(output, model), tolerance, compare, as_json)
+        compare_and_report(
+            figures, model, folder, lambda: load_imported_decoder(output, model), tolerance, compare, as_json
+        )
     )
 
 

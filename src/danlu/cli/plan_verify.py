@@ -1,37 +1,37 @@
-"""`danlu plan --verify`: the best layouts run dry, formula beside program."""
+"""`danlu plan --verify`: compares the best layouts with their dry runs."""
 
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from danlu.cli.plan_questions import Asked, write_text
-from danlu.comm.layout import dense_ranks
-from danlu.planner.search import Choice
-from danlu.planner.verify import Verified, places_to_run, proposed, verified
-from danlu.report.plan_tables import degrees_text, planned
-from danlu.report.verify_tables import verified_json, verified_view
+from danlu.cli.plan_modes import PlanContext, write_text
+from danlu.comm.rank_layout import dense_ranks
+from danlu.planner.search import PricedPlan
+from danlu.planner.verify import LayoutVerification, first_accepted, pp_ranks_to_run, verify_layout
+from danlu.report.plan_tables import degrees_text, plan_with_prediction
+from danlu.report.plan_verify_tables import verification_json, verification_view
+from danlu.report.terminal import Console
 from danlu.spec import toml
 
 
-def verify_best(asked: Asked, number: int, out: Path | None) -> None:
-    """Run the best layouts dry, and propose the fastest that its own program does not refuse."""
-    answer = asked.search(shown=number)
-    found = _run_all(answer.best)
-    chosen, kept = proposed(found), asked.kept()
-    asked.show(verified_view(found, chosen), verified_json(found, chosen, kept))
+def verify_best(context: PlanContext, number: int, out: Path | None) -> None:
+    """Dry-run the best layouts, and propose the fastest that is not rejected."""
+    result = context.search(shown=number)
+    found = _run_all(result.best)
+    chosen, goodput = first_accepted(found), context.goodput()
+    context.show(verification_view(found, chosen), verification_json(found, chosen, goodput))
     if chosen is None:
         raise typer.Exit(1)
     if out is not None:
-        write_text(out, toml.dumps(planned(chosen.choice, kept)))
+        write_text(out, toml.dumps(plan_with_prediction(chosen.priced_plan, goodput)))
 
 
-def _run_all(choices: tuple[Choice, ...]) -> list[Verified]:
-    """Dry-run every layout, with a bar over its ranks on the standard error output."""
-    from danlu.framework.dryrun import dry_runs
+def _run_all(plans: tuple[PricedPlan, ...]) -> list[LayoutVerification]:
+    """Dry-run every layout, with a progress bar on stderr."""
+    from danlu.dryrun.dry_run import dry_run_ranks
 
-    runs = [(choice, _ranks(choice)) for choice in choices]
+    runs = [(priced, _ranks(priced)) for priced in plans]
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -41,24 +41,24 @@ def _run_all(choices: tuple[Choice, ...]) -> list[Verified]:
         console=Console(stderr=True),
         transient=True,
     )
-    found: list[Verified] = []
+    found: list[LayoutVerification] = []
     with bar:
         task = bar.add_task("dry run", total=sum(len(ranks) for _, ranks in runs))
-        for number, (choice, ranks) in enumerate(runs, start=1):
-            bar.update(task, description=f"{number} of {len(runs)}: {degrees_text(choice)}")
-            question = choice.question
+        for number, (priced, ranks) in enumerate(runs, start=1):
+            bar.update(task, description=f"{number} of {len(runs)}: {degrees_text(priced)}")
+            request = priced.request
 
-            def tell(rank: int, first: int = ranks[0]) -> None:
+            def on_rank(rank: int, first: int = ranks[0]) -> None:
                 if rank != first:
                     bar.advance(task)
 
-            run = dry_runs(question.recipe, choice.plan, question.cluster, ranks, tell=tell)
+            run = dry_run_ranks(request.recipe, priced.plan, request.cluster, ranks, on_rank=on_rank)
             bar.advance(task)
-            found.append(verified(choice, run))
+            found.append(verify_layout(priced, run))
     return found
 
 
-def _ranks(choice: Choice) -> list[int]:
-    """The first rank of every place on the pipeline that tells."""
-    first_of = dense_ranks(choice.plan, choice.question.cluster)[:, 0, 0, 0, 0].tolist()
-    return [first_of[place] for place in places_to_run(choice)]
+def _ranks(priced: PricedPlan) -> list[int]:
+    """The first rank of every pp rank to run."""
+    first_of = dense_ranks(priced.plan, priced.request.cluster)[:, 0, 0, 0, 0].tolist()
+    return [first_of[pp_rank] for pp_rank in pp_ranks_to_run(priced)]

@@ -1,4 +1,4 @@
-"""`danlu probe`: measure this machine and write it down as a cluster."""
+"""`danlu probe`: measure this machine and write it as a cluster file."""
 
 import json
 import os
@@ -12,37 +12,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from danlu.cost.stragglers import behind
-from danlu.report.wording import flops, size
-from danlu.spec import Chip, Cluster, Curve, Level, Operator, Tier
+from danlu.cost.stragglers import slowest_chip_lag
+from danlu.report.formatting import flop_rate, size
+from danlu.report.terminal import Console
+from danlu.spec import Chip, Cluster, NetworkLevel, OperatorName, StorageTier, TimingCurve
 from danlu.spec.toml import dumps
 
 if TYPE_CHECKING:
-    from danlu.chips import Descriptor
-    from danlu.chips.measure import DiskSpeed
-    from danlu.comm.collective_speed import Fanouts
-    from danlu.comm.measure import RankFigures
+    from danlu.chips import ChipDescriptor
+    from danlu.chips.device_benchmark import DiskSpeed
+    from danlu.comm.collective_benchmark import LevelFanouts
+    from danlu.comm.rank_benchmark import RankMeasurements
 
 
-_CurveKind = TypeVar("_CurveKind", bound=Curve)
+_CurveKind = TypeVar("_CurveKind", bound=TimingCurve)
 
-_QUIET = 0.5
-"""Runnable processes a core above which other work would take a share that shows in the figures."""
+_MAX_IDLE_LOAD = 0.5
+"""Runnable processes per core above which other work visibly lowers the results."""
 
 
 @dataclass(frozen=True)
-class _Figures:
-    """Everything that was measured."""
+class _ProbeResult:
+    """All measurements."""
 
-    chip: "Descriptor"
-    ranks: "RankFigures"
+    chip: "ChipDescriptor"
+    ranks: "RankMeasurements"
     disk: "DiskSpeed"
     host_copy: float
-    """Bytes a second the host copies in its own memory, all ranks together."""
+    """Bytes per second of copies in host memory, all ranks together."""
     host_memory: int
     chip_memory: int
     """Of one rank: its device's, or its share of the host's."""
@@ -51,41 +51,45 @@ class _Figures:
 def probe(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the cluster file here.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to run at once; by default the devices, or physical cores.")
+        int | None, typer.Option(min=1, help="Ranks to run at once; default: the devices, or physical cores.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads a rank computes with; by default the cores over the ranks.")
+        int | None, typer.Option(min=1, help="Threads per rank; default: the cores over the ranks.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A third of the time, a coarser answer.")] = False,
-    chip: Annotated[str | None, typer.Option(help="Chip to measure; by default the accelerator, or the CPU.")] = None,
-    name: Annotated[str | None, typer.Option(help="The cluster's name; by default the architecture's.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A third of the time, less precise.")] = False,
+    chip: Annotated[str | None, typer.Option(help="Chip to measure; default: the accelerator, or the CPU.")] = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name; default: the architecture.")] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="This process is one of --ranks, started on every host of a cluster.")
     ] = None,
-    store: Annotated[str, typer.Option(help="With --rank: host:port where the ranks meet; rank 0 opens it.")] = "",
+    store: Annotated[str, typer.Option(help="With --rank: rendezvous endpoint host:port, served by rank 0.")] = "",
     levels: Annotated[
         str, typer.Option(help="With --rank: the network from inside out, such as node:8,supernode:32,fabric:4.")
     ] = "",
     disk: Annotated[
-        Path, typer.Option(help="Folder on the disk to measure; a test file is made and removed.")
+        Path, typer.Option(help="Folder on the disk to measure; a test file is written and removed.")
     ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine (peaks, memory, collectives, disk) and write it down as a cluster file."""
+    """Measure this machine (peaks, memory, collectives, disk) and write it as a cluster file."""
     if not disk.is_dir():
         _refuse(f"--disk: {disk} is not a folder")
     if output is not None and not output.parent.is_dir():
         _refuse(f"--output: the folder {output.parent} does not exist: create it first")
-    from danlu.chips.measure import MeasureError
+    from danlu.chips.device_benchmark import MeasurementError
 
     try:
-        cluster_place = _cluster_place(rank, ranks, store, levels)
-        figures = _measure(chip, ranks, threads, quick, disk, cluster_place)
-    except MeasureError as error:
+        probe_rank = _parse_probe_rank(rank, ranks, store, levels)
+        figures = _measure(chip, ranks, threads, quick, disk, probe_rank)
+    except MeasurementError as error:
         _refuse(str(error))
     if rank:
-        return  # rank 0 tells
-    cluster = _cluster(figures, name or platform.machine(), cluster_place)
+        return  # rank 0 prints
+    for fit in figures.ranks.fits:
+        if fit.per_byte == 0:
+            took = f"{fit.operation} × {fit.ranks} took no longer for more bytes"
+            typer.echo(f"warning: {took}: its bandwidth is a lower bound; probe an idle machine", err=True)
+    cluster = _cluster(figures, name or platform.machine(), probe_rank)
     if output is not None:
         output.write_text(dumps(cluster), encoding="utf-8")
     if as_json:
@@ -95,7 +99,7 @@ def probe(
     console = Console() if Console().is_terminal else Console(width=160)
     console.print(_table(figures, cluster))
     for figure, reason in figures.ranks.left_out.items():
-        console.print(f"left out: {figure}: {reason}", style="yellow")
+        console.print(f"skipped: {figure}: {reason}", style="yellow")
     console.print(f"written to {output}" if output else "nothing written: name a file with -o cluster.toml")
 
 
@@ -105,23 +109,20 @@ def _refuse(message: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class _ClusterPlace:
-    """Where this process stands among ranks that were started on several hosts."""
+class _ProbeRank:
+    """This process as one of the ranks started on several hosts."""
 
     rank: int
     ranks: int
     store: str
-    levels: "Fanouts"
+    levels: "LevelFanouts"
 
 
-def _cluster_place(rank: int | None, ranks: int | None, store: str, levels: str) -> _ClusterPlace | None:
-    """Read the options that name a place in a cluster; all of them, or none."""
+def _parse_probe_rank(rank: int | None, ranks: int | None, store: str, levels: str) -> _ProbeRank | None:
+    """Parse the options of a rank of a cluster; all of them, or none."""
     if rank is None:
-        if store or levels:
-            _refuse("--store and --levels: belong to --rank, which is not given")
         return None
-    if ranks is None or not store or not levels:
-        _refuse("--rank: needs --ranks (how many in all), --store host:port and --levels name:count,…")
+    assert ranks is not None  # `cli/option_rules.py` has refused --rank without --ranks
     if rank >= ranks:
         _refuse(f"--rank: must be below --ranks {ranks}, but is {rank}")
     fanouts = []
@@ -130,64 +131,68 @@ def _cluster_place(rank: int | None, ranks: int | None, store: str, levels: str)
         if not level or not count.isdecimal() or int(count) < 1:
             _refuse(f'--levels: "{word}" must be a name and a count, such as node:8')
         fanouts.append((level, int(count)))
-    return _ClusterPlace(rank, ranks, store, tuple(fanouts))
+    return _ProbeRank(rank, ranks, store, tuple(fanouts))
 
 
 def _measure(
     chip_name: str | None,
-    asked: int | None,
+    requested: int | None,
     threads: int | None,
     quick: bool,
     folder: Path,
-    place: _ClusterPlace | None,
-) -> _Figures:
+    probe_rank: _ProbeRank | None,
+) -> _ProbeResult:
     import torch
 
-    from danlu.chips import find, host
-    from danlu.chips.measure import disk_speed, memory_bandwidth
-    from danlu.comm.join import Place
-    from danlu.comm.measure import QUICK, THOROUGH, measure_place, measure_ranks, steps
-    from danlu.framework.speed import operators
+    from danlu.chips import find_chip, host
+    from danlu.chips.device_benchmark import measure_disk_speed, measure_memory_bandwidth
+    from danlu.comm.rank_benchmark import QUICK, THOROUGH, measure_as_rank, measure_local_ranks, measurement_names
+    from danlu.comm.rendezvous import RankInfo
+    from danlu.framework.operator_benchmarks import operator_benchmarks
 
-    chip = find(chip_name)
+    chip = find_chip(chip_name)
     devices = chip.runtime.device_count()
-    ranks = asked or devices
-    on_host = chip.runtime.device(0).type == "cpu"
-    here = ranks if place is None else place.levels[0][1]
+    ranks = requested or devices
+    on_host = chip.runtime.set_device(0).type == "cpu"
+    here = ranks if probe_rank is None else probe_rank.levels[0][1]
     if here > devices and not on_host:
         _refuse(f"--ranks: must be at most the {devices} devices of chip {chip.name} here, but is {here}")
     if here > devices:
         typer.echo(f"warning: {here} ranks share {devices} cores: each gets less than a core", err=True)
     load = chip.telemetry.read().get("load_per_core", 0.0) if chip.telemetry else 0.0
-    if load > _QUIET:
-        message = (
-            f"warning: the machine is busy ({load:.1f} processes a core): figures will be too low; probe it at rest"
-        )
-        typer.echo(message, err=True)
-    if place is None:
+    if load > _MAX_IDLE_LOAD:
+        busy = f"the machine is busy ({load:.1f} processes per core)"
+        typer.echo(f"warning: {busy}: results will be too low; probe an idle machine", err=True)
+    if probe_rank is None:
         _stay_on_loopback()
     with _progress() as progress:
-        effort = QUICK if quick else THOROUGH
-        fanouts = place.levels if place else (("node", ranks),)
-        task = progress.add_task("starting ranks", total=len(steps(fanouts, effort)) + 1)
-        speed = disk_speed(folder, size=(64 if quick else 256) * 2**20, seconds=0.5 if quick else 2.0)
+        settings = QUICK if quick else THOROUGH
+        fanouts = probe_rank.levels if probe_rank else (("node", ranks),)
+        task = progress.add_task("starting ranks", total=len(measurement_names(fanouts, settings)) + 1)
+        speed = measure_disk_speed(folder, size=(64 if quick else 256) * 2**20, seconds=0.5 if quick else 2.0)
         progress.advance(task)
-        on_step = _advancing(progress, task)
+        on_step = _step_callback(progress, task)
         each = threads or max(1, host.physical_cores() // ranks)
-        if place is None:
-            figures = measure_ranks(chip.name, ranks, each, effort, on_step, operators)
+        if probe_rank is None:
+            figures = measure_local_ranks(chip.name, ranks, each, settings, on_step, operator_benchmarks)
         else:
-            local = place.rank % place.levels[0][1]
-            at = Place(rank=place.rank, world=place.ranks, local_rank=local, store=place.store)
-            figures = measure_place(at, chip.name, each, effort, fanouts, on_step, operators)
+            info = RankInfo(
+                rank=probe_rank.rank,
+                world_size=probe_rank.ranks,
+                local_rank=probe_rank.rank % probe_rank.levels[0][1],
+                endpoint=probe_rank.store,
+            )
+            figures = measure_as_rank(info, chip.name, each, settings, fanouts, on_step, operator_benchmarks)
     total = chip.runtime.memory_total()
     if on_host:
-        return _Figures(chip, figures, speed, figures.memory_bandwidth * ranks / 2, total, total // ranks)
-    return _Figures(chip, figures, speed, memory_bandwidth(torch.device("cpu")) / 2, host.memory_total(), total)
+        return _ProbeResult(chip, figures, speed, figures.memory_bandwidth * ranks / 2, total, total // ranks)
+    return _ProbeResult(
+        chip, figures, speed, measure_memory_bandwidth(torch.device("cpu")) / 2, host.memory_total(), total
+    )
 
 
 def _stay_on_loopback() -> None:
-    """Let gloo, which the ranks open, listen on no interface that others can reach; the user's own choice stands."""
+    """Make the ranks' gloo listen on loopback only; the user's own setting takes precedence."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -198,8 +203,8 @@ def _progress() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _advancing(progress: Progress, task: TaskID) -> Callable[[str], None]:
-    """Name each measure as it begins, and count the one before it as done."""
+def _step_callback(progress: Progress, task: TaskID) -> Callable[[str], None]:
+    """Show the name of each measurement as it begins, and count the one before as done."""
     begun: list[str] = []
 
     def on_step(name: str) -> None:
@@ -209,31 +214,33 @@ def _advancing(progress: Progress, task: TaskID) -> Callable[[str], None]:
     return on_step
 
 
-def _network(figures: "RankFigures", level: str, fanout: int) -> tuple[float, float]:
-    """Bandwidth and latency of one level of the network: the median collective's between its neighbours.
+def _network(figures: "RankMeasurements", level: str, fanout: int) -> tuple[float, float]:
+    """Bandwidth and latency of one level of the network: the median over collectives between its neighbors.
 
-    Libraries run some collectives far below others; the median is what a plan that mixes them gets.
+    Libraries run some collectives far slower than others; the median is what a plan that mixes them gets.
     One rank has no network: what it would send stays in its memory.
     """
     here = [fit for fit in figures.fits if fit.level == level and fit.ranks == fanout]
     collectives = [fit for fit in here if fit.operation != "p2p"]
     if not collectives:
         return figures.memory_bandwidth, 0.0
-    return statistics.median(fit.bandwidth for fit in collectives), statistics.median(fit.hop for fit in collectives)
-
-
-def _level(figures: "RankFigures", name: str, fanout: int) -> Level:
-    bandwidth, latency = _network(figures, name, fanout)
-    return Level(
-        name=name,
-        fanout=fanout,
-        bandwidth=_digits(bandwidth),
-        latency=_digits(latency),
-        collectives=tuple(_shortened(fit.curve) for fit in figures.fits if fit.level == name),
+    return statistics.median(fit.bus_bandwidth for fit in collectives), statistics.median(
+        fit.hop_latency for fit in collectives
     )
 
 
-def _cluster(figures: _Figures, name: str, place: _ClusterPlace | None) -> Cluster:
+def _level(figures: "RankMeasurements", name: str, fanout: int) -> NetworkLevel:
+    bandwidth, latency = _network(figures, name, fanout)
+    return NetworkLevel(
+        name=name,
+        fanout=fanout,
+        bandwidth=_round_digits(bandwidth),
+        latency=_round_digits(latency),
+        collectives=tuple(_round_curve(fit.curve) for fit in figures.fits if fit.level == name),
+    )
+
+
+def _cluster(figures: _ProbeResult, name: str, probe_rank: _ProbeRank | None) -> Cluster:
     ranks, disk = figures.ranks, figures.disk
     return Cluster(
         name=name,
@@ -241,96 +248,113 @@ def _cluster(figures: _Figures, name: str, place: _ClusterPlace | None) -> Clust
             name=_chip_name(figures),
             kind=figures.chip.name,
             memory=figures.chip_memory,
-            memory_bandwidth=_digits(ranks.memory_bandwidth),
-            peak={dtype: _digits(peak) for dtype, peak in ranks.peak.items()},
+            memory_bandwidth=_round_digits(ranks.memory_bandwidth),
+            peak={dtype: _round_digits(peak) for dtype, peak in ranks.peak.items()},
             measured=True,
             operators={dtype: _rounded(curves) for dtype, curves in ranks.operators.items()},
-            alone=_digits(ranks.alone),
-            spread=_digits((ranks.late - 1) / behind(ranks.ranks, 1.0)) if ranks.ranks > 1 else None,
+            alone=_round_digits(ranks.alone),
+            spread=_round_digits((ranks.late - 1) / slowest_chip_lag(ranks.ranks, 1.0)) if ranks.ranks > 1 else None,
             overlaps=figures.chip.name != "cpu",
         ),
         levels=tuple(
-            _level(ranks, level, fanout) for level, fanout in (place.levels if place else (("node", ranks.ranks),))
+            _level(ranks, level, fanout)
+            for level, fanout in (probe_rank.levels if probe_rank else (("node", ranks.ranks),))
         ),
         tiers=(
-            Tier(
+            StorageTier(
                 name="memory",
                 kind="memory",
                 capacity=figures.host_memory,
-                read=_digits(figures.host_copy),
-                write=_digits(figures.host_copy),
+                read=_round_digits(figures.host_copy),
+                write=_round_digits(figures.host_copy),
             ),
-            Tier(name="disk", kind="local", capacity=disk.free, read=_digits(disk.read), write=_digits(disk.write)),
+            StorageTier(
+                name="disk",
+                kind="local",
+                capacity=disk.free,
+                read=_round_digits(disk.read),
+                write=_round_digits(disk.write),
+            ),
         ),
         source=_source(figures),
     )
 
 
-def _chip_name(figures: _Figures) -> str:
+def _chip_name(figures: _ProbeResult) -> str:
     from danlu.chips import host
 
-    sheet = figures.chip.capabilities.chip() if figures.chip.capabilities else None
+    sheet = figures.chip.capabilities.data_sheet() if figures.chip.capabilities else None
     if sheet is not None:
         return sheet.name
-    return f"{host.cpu_name()}, {_threads(figures.ranks)}" if figures.chip.name == "cpu" else figures.chip.name
+    return f"{host.cpu_name()}, {_format_threads(figures.ranks)}" if figures.chip.name == "cpu" else figures.chip.name
 
 
-def _source(figures: _Figures) -> str:
+def _source(figures: _ProbeResult) -> str:
     ranks = figures.ranks
-    lines = [f"Measured by danlu probe: {ranks.ranks} × {_threads(ranks)}, all at work at once."]
+    lines = [f"Measured by danlu probe: {ranks.ranks} × {_format_threads(ranks)}, all working at once."]
     lines += [
-        f"{fit.operation} × {fit.ranks}: {_speed(fit.bandwidth)}, {_micro(fit.latency)} a call." for fit in ranks.fits
+        f"{fit.operation} × {fit.ranks}: "
+        f"{_format_bandwidth(fit.bus_bandwidth)}, {_format_microseconds(fit.latency)} per call."
+        for fit in ranks.fits
     ]
-    lines.append(f"Disk: {figures.disk.how}.")
+    lines.append(f"Disk: {figures.disk.method}.")
     return "\n".join(lines)
 
 
-def _table(figures: _Figures, cluster: Cluster) -> Table:
+def _table(figures: _ProbeResult, cluster: Cluster) -> Table:
     ranks = figures.ranks
     table = Table(title=f"{cluster.chip.name}: one rank of {ranks.ranks}", title_justify="left")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("how it was measured")
     for dtype, peak in ranks.peak.items():
-        how = f"best square product, {_threads(ranks)} a rank, all ranks at once"
-        table.add_row(f"peak {dtype}", flops(peak), how)
+        how = f"best square matmul, {_format_threads(ranks)} per rank, all ranks at once"
+        table.add_row(f"peak {dtype}", flop_rate(peak), how)
     table.add_row("memory", size(cluster.chip.memory), "as the system reports it, over the ranks that share it")
-    table.add_row("memory bandwidth", _speed(ranks.memory_bandwidth), "large copy, read and written bytes counted")
+    table.add_row(
+        "memory bandwidth", _format_bandwidth(ranks.memory_bandwidth), "large copy, read and written bytes counted"
+    )
     if ranks.ranks > 1:
-        how = "time of equal work over the mean of all ranks: what the others wait for"
+        how = "time for equal work over the mean of all ranks: the others wait for it"
         table.add_row("slowest rank", f"{ranks.late:.2f} ×", how)
     for fit in ranks.fits:
-        how = f"{len(fit.sizes)} sizes to {size(fit.sizes[-1])}, line within {fit.error:.0%} of each"
-        table.add_row(f"{fit.operation} × {fit.ranks}", f"{_speed(fit.bandwidth)}, {_micro(fit.latency)}", how)
+        how = f"{len(fit.sizes)} sizes to {size(fit.sizes[-1])}, fit within {fit.error:.0%} of each"
+        table.add_row(
+            f"{fit.operation} × {fit.ranks}",
+            f"{_format_bandwidth(fit.bus_bandwidth)}, {_format_microseconds(fit.latency)}",
+            how,
+        )
     disk = figures.disk
-    how = "median of the four collectives, a hop of a ring each" if ranks.fits else "one rank: no network; its memory"
+    how = "median of the four collectives, per ring step" if ranks.fits else "one rank: no network; its memory"
     for level in cluster.levels:
-        table.add_row(f"level {level.name}", f"{_speed(level.bandwidth)}, {_micro(level.latency)}", how)
-    table.add_row("disk write", _speed(disk.write), disk.how)
-    table.add_row("disk read", _speed(disk.read), disk.how)
+        table.add_row(
+            f"level {level.name}", f"{_format_bandwidth(level.bandwidth)}, {_format_microseconds(level.latency)}", how
+        )
+    table.add_row("disk write", _format_bandwidth(disk.write), disk.method)
+    table.add_row("disk read", _format_bandwidth(disk.read), disk.method)
     return table
 
 
-def _threads(figures: "RankFigures") -> str:
+def _format_threads(figures: "RankMeasurements") -> str:
     return "1 thread" if figures.threads == 1 else f"{figures.threads} threads"
 
 
-def _speed(value: float) -> str:
+def _format_bandwidth(value: float) -> str:
     return f"{value / 1e9:.3g} GB/s"
 
 
-def _micro(seconds: float) -> str:
+def _format_microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-def _digits(value: float) -> float:
-    """Four digits: more than the measurement has, and a file that can be read."""
+def _round_digits(value: float) -> float:
+    """Four digits: more than the measurement's precision, and readable."""
     return round(value, 3 - floor(log10(value))) if value > 0 else value
 
 
-def _rounded(curves: dict[Operator, Curve]) -> dict[Operator, Curve]:
-    return {operator: _shortened(curve) for operator, curve in curves.items()}
+def _rounded(curves: dict[OperatorName, TimingCurve]) -> dict[OperatorName, TimingCurve]:
+    return {operator: _round_curve(curve) for operator, curve in curves.items()}
 
 
-def _shortened(curve: _CurveKind) -> _CurveKind:
-    return curve.model_copy(update={"seconds": tuple(map(_digits, curve.seconds))})
+def _round_curve(curve: _CurveKind) -> _CurveKind:
+    return curve.model_copy(update={"seconds": tuple(map(_round_digits, curve.seconds))})

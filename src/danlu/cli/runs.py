@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from danlu.report.terminal import Console
 
 
 def runs(
-    folder: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List all runs: how far, how good, how fast, and how they ended."""
-    from danlu.report.runs import list_runs, runs_table
+    """List all runs: progress, loss, speed, and how they ended."""
+    from danlu.report.run_tables import list_runs, private_folders, runs_table
 
     summaries = list_runs(folder)
     if as_json:
@@ -23,6 +24,9 @@ def runs(
     elif not summaries:
         typer.echo(f"There are no runs in {folder} yet: `danlu train` makes one.")
     else:
-        # a file or a pipe has no width of its own: give it every column
+        # a file or a pipe has no width: show every column
         console = Console() if sys.stdout.isatty() else Console(width=200)
         console.print(runs_table(summaries, width=console.width))
+    if private := private_folders(folder):
+        names = ", ".join(path.name for path in private)
+        typer.echo(f"not shown, because they are private to others: {names}", err=True)

@@ -1,35 +1,50 @@
 """`danlu show`: one run in a table, and its page in the browser."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from danlu.cli.browser import open_in_browser
+from danlu.report.terminal import Console
+from danlu.spec import RunFolder
 
 
 def show(
     run: Annotated[str, typer.Argument(help="Name of the run, or the path of its folder.", metavar="RUN")],
     folder: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines; opens nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; opens nothing.")] = False,
 ) -> None:
     """Show one run: its figures here, its page in the browser."""
-    from danlu.report.page import write_page
-    from danlu.report.runs import find_run, summarise, summary_table
+    from danlu.report.run_tables import find_run, summarize_run, summary_table
 
     found = find_run(run, folder)
-    try:
-        page = write_page(found)
-    except PermissionError as error:
-        typer.echo(f"The page cannot be written: {error}", err=True)
-        raise typer.Exit(2) from None
+    page, trouble = _page(found)
     if as_json:
-        typer.echo(json.dumps(asdict(summarise(found)) | {"page": str(page)}, indent=2))
+        typer.echo(json.dumps(asdict(summarize_run(found)) | {"page": str(page) if page else None}, indent=2))
         return
     Console().print(summary_table(found))
-    if open_page:
+    if trouble:
+        typer.echo(trouble, err=True)
+    if open_page and page:
         open_in_browser(page)
+
+
+def _page(run: RunFolder) -> tuple[Path | None, str]:
+    """The run's current page; for another user's run, or if it cannot be written, the existing one."""
+    from danlu.report.run_page import write_run_page
+
+    if run.path.stat().st_uid == os.geteuid():
+        try:
+            return write_run_page(run), ""
+        except OSError as error:
+            why = f"it cannot be written ({error.strerror})"
+    else:
+        why = f"the run is {run.path.owner()}'s"
+    if run.report.exists():
+        return run.report, f"The page was not updated: {why}."
+    return None, f"There is no page: {why}."

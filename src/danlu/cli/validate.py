@@ -1,4 +1,4 @@
-"""`danlu validate`: predictions of the cost model held against published training runs."""
+"""`danlu validate`: compares predictions of the cost model with published training runs."""
 
 import json
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from danlu.report.terminal import Console
 
 
 def validate(
@@ -15,17 +16,17 @@ def validate(
         Path | None, typer.Option(help="Write a page with every run as a dot.", metavar="PAGE.html")
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines, every run included.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every run.")] = False,
 ) -> None:
-    """Predict every published run and compare: error, order of layouts, pick, memory; fails if a bar is missed.
+    """Predict every published run and compare: error, order of layouts, pick, memory; fails if a target is missed.
 
-    The runs and their sources come along; constants were fitted on the sets that begin with `fit-` alone.
+    The runs and their sources are included; constants were fitted only on the sets that begin with `fit-`.
     """
-    from danlu.cost.validation import validate as held_against
+    from danlu.cost.validation import validate as run_validation
     from danlu.report.validation import validation_json, validation_tables, write_validation
 
     with Console(stderr=True).status("predicting the published runs"):
-        found = held_against()
+        found = run_validation()
     if open_page and page is None:
         page = Path("validation.html")
     if page is not None:

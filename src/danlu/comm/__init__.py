@@ -1,1 +1,1 @@
-"""Ranks: how they meet, which groups they form, what their collectives cost. Importing this loads no torch."""
+"""Ranks: their rendezvous, their process groups, the cost of their collectives. Importing this loads no torch."""

@@ -1,1 +1,1 @@
-"""Graphs: what is compiled, and how."""
+"""What is compiled with `torch.compile`, and how."""

@@ -1,42 +1,50 @@
-"""What things cost, by pure arithmetic over descriptions. No torch."""
+"""The cost model: time, memory and FLOPs by pure arithmetic over descriptions. No torch."""
 
-from danlu.cost.layout import Layout, layout_of
-from danlu.cost.memory import Memory
-from danlu.cost.model import (
+from danlu.cost.memory import MemoryEstimate
+from danlu.cost.parallel_layout import ParallelLayout, layout_from_plan
+from danlu.cost.parameter_count import (
     LayerParameters,
-    active_parameters,
+    count_active_parameters,
+    count_embedding_parameters,
+    count_layer_parameters,
+    count_parameters,
     flops_per_token,
-    layer_parameters,
-    lookup_parameters,
-    parameters,
 )
-from danlu.cost.pipeline import Action, Durations, ScheduleError, Slot, Timeline, parse_action, simulate
-from danlu.cost.schedule import actions_of
-from danlu.cost.software import OURS, Sharding, Software
-from danlu.cost.step import Prediction, Predictor, predict
+from danlu.cost.pipeline_schedules import pipeline_actions
+from danlu.cost.pipeline_simulator import (
+    Action,
+    Durations,
+    PipelineTimeline,
+    ScheduleError,
+    TimedAction,
+    parse_action,
+    simulate,
+)
+from danlu.cost.software import DANLU, Sharding, Software
+from danlu.cost.step_prediction import Predictor, StepPrediction, predict
 
 __all__ = [
-    "OURS",
+    "DANLU",
     "Action",
     "Durations",
     "LayerParameters",
-    "Layout",
-    "Memory",
-    "Prediction",
+    "MemoryEstimate",
+    "ParallelLayout",
+    "PipelineTimeline",
     "Predictor",
     "ScheduleError",
     "Sharding",
-    "Slot",
     "Software",
-    "Timeline",
-    "actions_of",
-    "active_parameters",
+    "StepPrediction",
+    "TimedAction",
+    "count_active_parameters",
+    "count_embedding_parameters",
+    "count_layer_parameters",
+    "count_parameters",
     "flops_per_token",
-    "layer_parameters",
-    "layout_of",
-    "lookup_parameters",
-    "parameters",
+    "layout_from_plan",
     "parse_action",
+    "pipeline_actions",
     "predict",
     "simulate",
 ]

@@ -1,7 +1,7 @@
-"""How much of a chip's data sheet training really gets: one entry a chip, in `calibration.toml`.
+"""How much of a chip's data sheet training achieves: one entry per chip, in `calibration.toml`.
 
-Written by `benchmarks/fit_cost.py` from the rows of `published/` whose set begins with `fit-`, and read by every other
-file of this room. A chip that has no entry of its own takes the default one, and `Calibration.known` says so.
+Written by `benchmarks/fit_cost.py` from the rows of `published/` whose set begins with `fit-`. A chip without an entry
+uses the default one, and `Calibration.assumptions` says so.
 """
 
 import tomllib
@@ -11,88 +11,88 @@ from pathlib import Path
 
 from danlu.spec.cluster import Chip
 
-NATIVE = " native"
-"""Ends the name of an entry for libraries written for a chip's own generation."""
-PATH = Path(__file__).parent / "calibration.toml"
+VENDOR_SUFFIX = " native"
+"""Suffix of an entry for libraries written for a chip's own generation."""
+CALIBRATION_FILE = Path(__file__).parent / "calibration.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """What one chip gets out of its data sheet; every field is a fraction of it unless it says otherwise."""
+class ChipEfficiency:
+    """What one chip achieves; every field is a fraction of its data sheet unless stated otherwise."""
 
     matmul: float
-    """Of the matrix peak, by a product that fills the chip."""
+    """Of the matmul peak, by a matmul that fills the chip."""
     weight_gradient: float
-    """Of `matmul`, by the product that gives the gradients of weights and adds them up in fp32."""
-    grouped: float
-    """Of `matmul`, by the products of many experts in one call."""
+    """Of `matmul`, by the weight-gradient matmul that accumulates in fp32."""
+    grouped_gemm: float
+    """Of `matmul`, by a grouped GEMM over many experts."""
     fp8: float
-    """Of the fp8 peak as `matmul` is of the half-precision one; casts are counted apart."""
-    wave: float
-    """How much of the last, half-filled wave of tiles is lost: 1 all, 0 nothing."""
-    depth: float
-    """Inner length at which a product reaches half its speed: what a tile costs before and after its main loop."""
+    """Of the fp8 peak, as `matmul` is of the half-precision one; casts are counted separately."""
+    wave_quantization: float
+    """How much of the last, partly filled wave of tiles is lost: 1 all, 0 nothing."""
+    half_speed_k: float
+    """Inner length at which a matmul reaches half its speed: prologue and epilogue of a tile."""
     attention_forward: float
-    """Of the matrix peak, by flash attention; FLOPs of the causal half."""
+    """Of the matmul peak, by flash attention; FLOPs of the causal half."""
     attention_backward: float
     attention_fill: float
     """Waves of blocks at which flash attention reaches half its speed."""
-    memory: float
+    memory_bandwidth: float
     """Of the memory bandwidth, by element-wise kernels."""
-    launch: float
-    """Seconds that a kernel takes at least."""
-    inner: float
+    kernel_latency: float
+    """Least seconds of a kernel."""
+    intra_node: float
     """Of the bandwidth inside a node, by large collectives."""
-    outer: float
+    inter_node: float
     """Of the bandwidth between nodes."""
     cores: int
-    """Processors that work on tiles at the same time."""
+    """Streaming multiprocessors (or their like) that work on tiles at the same time."""
     measured_on: str = ""
-    """The sets of rows that the figures were fitted on."""
+    """The sets of rows that these values were fitted on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
-    """What training programs do on every chip: fitted once over all of them."""
+class Overheads:
+    """Software overheads common to all chips: fitted once over all of them."""
 
-    elementwise: float
+    elementwise_traffic: float
     """Bytes moved by norms, activations and residuals, of what unfused kernels in half precision would move."""
-    scores: float
-    """Bytes moved an attention score by the kernels that came before flash attention, forward."""
-    scores_backward: float
-    logits: float
-    """Bytes moved a logit by the loss, forward and backward."""
-    optimizer: float
-    """Bytes moved a parameter by the optimiser's step: gradients, clipping, states, both copies of the parameter."""
-    dispatch: float
-    """Bytes moved a routed token and feature by sorting tokens to experts and back, forward."""
+    score_bytes_moved: float
+    """Bytes moved per attention score by kernels before flash attention, forward."""
+    score_bytes_moved_backward: float
+    logit_bytes_moved: float
+    """Bytes moved per logit by the loss, forward and backward."""
+    optimizer_bytes_moved: float
+    """Bytes moved per parameter by the optimizer step: gradients, clipping, states, both copies of the parameter."""
+    dispatch_bytes_moved: float
+    """Bytes moved per routed token and feature by permuting tokens to experts and back, forward."""
     contention: float
-    """How much of hidden traffic still slows the compute that hides it."""
-    collective: float
-    """Seconds that a collective takes at least."""
-    host: float
-    """Seconds that the host takes to launch a kernel: what small layers wait for."""
-    tensor_hidden: float
-    """Of the tensor-parallel traffic, hidden where a program overlaps it."""
+    """Share of overlapped traffic that still slows the compute."""
+    collective_latency: float
+    """Least seconds of a collective."""
+    launch_overhead: float
+    """Seconds the host takes to launch a kernel: what small layers wait for."""
+    tp_overlap: float
+    """Share of tensor-parallel traffic that is hidden if the software overlaps it."""
     spread: float
-    """Standard deviation of the speed of chips of one kind; a step waits for the slowest of all."""
-    step: float
-    """Seconds of a step outside the model: batch, loss, log."""
+    """Standard deviation of the speed of chips of one kind; a step waits for the slowest."""
+    step_overhead: float
+    """Seconds of a step outside the model: batch, loss, logging."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Everything that was fitted."""
+    """All fitted constants."""
 
-    chips: dict[str, Efficiency]
-    habits: Habits
-    default: Efficiency = field(repr=False)
+    chips: dict[str, ChipEfficiency]
+    overheads: Overheads
+    default: ChipEfficiency = field(repr=False)
 
-    def known(self, chip: str) -> bool:
+    def has_chip(self, chip: str) -> bool:
         """Whether a chip of this name was calibrated; its name need only contain an entry's."""
         return self._entry(chip) is not None
 
-    def of(self, chip: str, native: bool = False) -> Efficiency:
+    def efficiency_of(self, chip: str, native: bool = False) -> ChipEfficiency:
         """The entry whose name is contained in the chip's (the longest if several are), or the default one.
 
         With `native`, the entry of libraries written for this chip's generation, where there is one.
@@ -100,16 +100,16 @@ class Calibration:
         entry = self._entry(chip)
         if entry is None:
             return self.default
-        return self.chips.get(f"{entry}{NATIVE}" if native else entry) or self.chips[entry]
+        return self.chips.get(f"{entry}{VENDOR_SUFFIX}" if native else entry) or self.chips[entry]
 
-    def notes(self, chip: Chip, dtype: str) -> tuple[str, ...]:
-        """What stands in for figures of a chip that nobody measured."""
-        if dtype in chip.operators or (self.known(chip.name) and not chip.operators):
+    def assumptions(self, chip: Chip, dtype: str) -> tuple[str, ...]:
+        """What was assumed for a chip that was neither calibrated nor probed."""
+        if dtype in chip.operators or (self.has_chip(chip.name) and not chip.operators):
             return ()
         if chip.operators:
             probed = ", ".join(chip.operators)
-            return (f"{chip.name} was probed in {probed}, not in {dtype}: the default efficiencies are taken",)
-        return (f"no calibration for {chip.name}: the default efficiencies are taken",)
+            return (f"{chip.name} was probed in {probed}, not in {dtype}: using default efficiencies",)
+        return (f"no calibration for {chip.name}: using default efficiencies",)
 
     def _entry(self, chip: str) -> str | None:
         found = [name for name in self.chips if name.lower() in chip.lower()]
@@ -117,10 +117,10 @@ class Calibration:
 
 
 @cache
-def calibration(path: Path = PATH) -> Calibration:
-    """Read the constants of this room."""
+def load_calibration(path: Path = CALIBRATION_FILE) -> Calibration:
+    """Read the constants."""
     with path.open("rb") as file:
         table = tomllib.load(file)
-    default = Efficiency(**table["default"])
-    chips = {name: Efficiency(**{**table["default"], **entry}) for name, entry in table["chips"].items()}
-    return Calibration(chips=chips, habits=Habits(**table["habits"]), default=default)
+    default = ChipEfficiency(**table["default"])
+    chips = {name: ChipEfficiency(**{**table["default"], **entry}) for name, entry in table["chips"].items()}
+    return Calibration(chips=chips, overheads=Overheads(**table["overheads"]), default=default)

@@ -4,45 +4,46 @@ Bytes that a rank sends into level l, for a group with r_l members there and R i
 V / R · (1 − 1/r_l), since what is inside is gathered or reduced first; all-to-all V · (n − R) / n, which no hierarchy
 reduces (Ma et al., "BaGuaLu", PPoPP 2022; Hwang et al., "Tutel", 2023). A level's bandwidth is divided by its
 oversubscription. Large transfers keep all levels busy at once, as rings do, so the slowest level sets the time; latency
-adds up: r − 1 rounds a level for rings (Thakur et al., 2005), their logarithm for trees.
+adds up: r − 1 rounds per level for rings (Thakur et al., 2005), their logarithm for trees. `wire_bytes` alone
+knows what a rank sends; the times of gathers and reductions and the traffic of a dry run use it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2
 
-from danlu.cost.curves import CollectiveTimes
-from danlu.spec.cluster import Cluster, Operation
+from danlu.cost.measured_times import CollectiveTimes
+from danlu.spec.cluster import Cluster, CollectiveOp
 
-Span = tuple[int, ...]
-"""How many members of a group lie inside each level beyond the one below: (8, 4) is 4 nodes of 8."""
+GroupShape = tuple[int, ...]
+"""Members of a group on each level, relative to the level below: (8, 4) is 4 nodes of 8."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network as one chip gets it."""
+    """One level of the network as one chip sees it."""
 
     capacity: int
     """Chips inside this level and all below."""
     bandwidth: float
-    """Bytes a second of one chip into the level that a large collective gets."""
+    """Bytes per second of one chip into the level, as a large collective achieves."""
     latency: float
-    ring: float = inf
-    """Bytes a second of one group into the level, however many of its members lie inside: less than all of these get
-    together where the library drives one adapter for a group."""
+    ring_bandwidth: float = inf
+    """Bytes per second of one group into the level, however many of its members lie inside: less than the sum of theirs
+    if the library drives one adapter per group."""
     measured: CollectiveTimes | None = None
-    """Times of the operations themselves, where the level was probed; they stand in for the two above."""
+    """Measured times of the operations, if the level was probed; they replace the formulas."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """The levels from the innermost outwards, and what a collective costs at least."""
+    """The levels from the innermost outwards, and the least time of a collective."""
 
     links: tuple[Link, ...]
-    start: float
+    collective_latency: float
 
-    def span(self, ranks: int, stride: int) -> Span:
-        """Where the members of a group lie whose neighbours are `stride` ranks apart, with ranks placed in order."""
+    def group_shape(self, ranks: int, stride: int) -> GroupShape:
+        """The shape of a group whose neighbors are `stride` ranks apart, with ranks placed in order."""
         inside, found = 1, []
         for index, link in enumerate(self.links):
             last = index == len(self.links) - 1
@@ -52,7 +53,25 @@ class Network:
         return tuple(found)
 
 
-def network_of(cluster: Cluster, inner: float, outer: float, start: float, ring: float = inf) -> Network:
+def wire_bytes(operation: str, ranks: int, payload: float) -> float:
+    """Bytes that one rank sends over the network for a collective into which it puts `payload` bytes.
+
+    Those of rings, which are optimal for gathers and reductions. A tree's broadcast sends as many in all, unevenly:
+    here every rank has the mean. A receive sends nothing.
+    """
+    others = ranks - 1
+    if operation == "all_gather":
+        return payload * others
+    if operation in ("reduce_scatter", "all_to_all", "broadcast"):
+        return payload * others / ranks
+    if operation == "all_reduce":
+        return 2 * payload * others / ranks
+    if operation in ("send", "receive"):
+        return payload if operation == "send" else 0.0
+    raise ValueError(f"a collective must be one whose traffic is known, but is {operation!r}; add it to `wire_bytes`")
+
+
+def build_network(cluster: Cluster, inner: float, outer: float, start: float, ring: float = inf) -> Network:
     """The network of a cluster at the given efficiencies of its innermost level and of the others.
 
     `ring` bounds what one group gets beyond the innermost level.
@@ -67,7 +86,7 @@ def network_of(cluster: Cluster, inner: float, outer: float, start: float, ring:
     return Network(tuple(links), start)
 
 
-def all_gather(network: Network, span: Span, gathered: float) -> float:
+def all_gather_time(network: Network, span: GroupShape, gathered: float) -> float:
     """Seconds until every member has all `gathered` bytes."""
     known = _measured(network, "all_gather", span, gathered)
     if known is not None:
@@ -75,19 +94,20 @@ def all_gather(network: Network, span: Span, gathered: float) -> float:
     slowest, latency, inside = 0.0, 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
-            slowest = max(slowest, gathered * (1 - 1 / ranks) / min(inside * link.bandwidth, link.ring))
+            sent = wire_bytes("all_gather", ranks, gathered / ranks)
+            slowest = max(slowest, sent / min(inside * link.bandwidth, link.ring_bandwidth))
             latency += (ranks - 1) * link.latency
             inside *= ranks
-    return network.start + latency + slowest if inside > 1 else 0.0
+    return network.collective_latency + latency + slowest if inside > 1 else 0.0
 
 
-def reduce_scatter(network: Network, span: Span, reduced: float) -> float:
-    """Seconds until every member has its part of the sum of `reduced` bytes: as long as gathering them."""
+def reduce_scatter_time(network: Network, span: GroupShape, reduced: float) -> float:
+    """Seconds until every member has its shard of the sum of `reduced` bytes: as long as gathering them."""
     known = _measured(network, "reduce_scatter", span, reduced)
-    return all_gather(network, span, reduced) if known is None else known
+    return all_gather_time(network, span, reduced) if known is None else known
 
 
-def all_reduce(network: Network, span: Span, reduced: float) -> float:
+def all_reduce_time(network: Network, span: GroupShape, reduced: float) -> float:
     """Seconds until every member has the sum of `reduced` bytes: a scatter and a gather, by rings or trees."""
     known = _measured(network, "all_reduce", span, reduced)
     if known is not None:
@@ -95,72 +115,75 @@ def all_reduce(network: Network, span: Span, reduced: float) -> float:
     slowest, ring, tree, inside = 0.0, 0.0, 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
-            slowest = max(slowest, 2 * reduced * (1 - 1 / ranks) / min(inside * link.bandwidth, link.ring))
+            sent = wire_bytes("all_reduce", ranks, reduced)
+            slowest = max(slowest, sent / min(inside * link.bandwidth, link.ring_bandwidth))
             ring += 2 * (ranks - 1) * link.latency
             tree += 2 * log2(ranks) * link.latency
             inside *= ranks
-    return network.start + min(ring, tree) + slowest if inside > 1 else 0.0
+    return network.collective_latency + min(ring, tree) + slowest if inside > 1 else 0.0
 
 
-def all_to_all(network: Network, span: Span, held: float) -> float:
+def all_to_all_time(network: Network, span: GroupShape, held: float) -> float:
     """Seconds until every member has sent `held` bytes in equal parts to all members, itself included."""
     known = _measured(network, "all_to_all", span, held)
     if known is not None:
         return known
-    total = members(span)
+    total = group_size(span)
     slowest, latency, inside = 0.0, 0.0, 1
     for index, (ranks, link) in enumerate(zip(span, network.links, strict=True)):
         if ranks > 1:
-            # The innermost level has wires of its own; what leaves a node passes every level on its way.
+            # The innermost level has its own wires; what leaves a node passes every level.
             reached = inside * ranks if index == 0 else total
             slowest = max(slowest, held * (reached - inside) / total / link.bandwidth)
             latency += link.latency * (ranks - 1)
             inside *= ranks
-    return network.start + latency + slowest if inside > 1 else 0.0
+    return network.collective_latency + latency + slowest if inside > 1 else 0.0
 
 
-def dispatch_once(network: Network, span: Span, token: float, tokens: float, top_k: int) -> float:
+def dedup_dispatch_time(network: Network, span: GroupShape, token: float, tokens: float, top_k: int) -> float:
     """Seconds to send every token once to each node that one of its `top_k` experts lies on, and there once a rank.
 
-    Of N places (1 − (1 − 1/N)^k) · (N − 1) others are reached by k experts drawn at random. With k = 8 on 8 ranks of a
+    Of N ranks (1 − (1 − 1/N)^k) · (N − 1) others are reached by k experts drawn at random. With k = 8 on 8 ranks of a
     B200 that is 4.6 sends, not 7: at the fitted bandwidth as long as HybridEP was measured to take (536 GB/s of what is
     received, its own rank's counted; deepseek-ai/DeepEP, docs/README_Hybrid-EP.md), and so on 32 ranks of a GB200.
     """
-    inner, nodes = span[0], members(span[1:])
-    if members(span) == 1:
+    inner, nodes = span[0], group_size(span[1:])
+    if group_size(span) == 1:
         return 0.0
-    outside = tokens * token * _others(nodes, top_k) / min(link.bandwidth for link in network.links[1:])
-    # A token comes to a rank from the node's gateway, or from its own rank: either way it crosses the node once.
-    ranks = _others(inner, top_k) if nodes == 1 else members(span) * (1 - (1 - 1 / members(span)) ** top_k)
+    outside = tokens * token * _distinct_others(nodes, top_k) / min(link.bandwidth for link in network.links[1:])
+    # A token reaches a rank from the node's gateway, or from its own rank: either way it crosses the node once.
+    ranks = (
+        _distinct_others(inner, top_k) if nodes == 1 else group_size(span) * (1 - (1 - 1 / group_size(span)) ** top_k)
+    )
     inside = tokens * token * ranks * (1.0 if nodes == 1 else 1 - 1 / inner) / network.links[0].bandwidth
     latency = sum((ranks - 1) * link.latency for ranks, link in zip(span, network.links, strict=True))
-    return network.start + latency + max(outside, inside)
+    return network.collective_latency + latency + max(outside, inside)
 
 
-def _others(places: int, draws: int) -> float:
-    """How many of all places but one are met, on average, by so many draws among all of them."""
-    return (places - 1) * (1 - (1 - 1 / places) ** draws)
+def _distinct_others(ranks: int, draws: int) -> float:
+    """Expected number of distinct ranks, other than one, hit by `draws` uniform draws."""
+    return (ranks - 1) * (1 - (1 - 1 / ranks) ** draws)
 
 
-def transfer(network: Network, level: int, sent: float) -> float:
+def p2p_time(network: Network, level: int, sent: float) -> float:
     """Seconds to send bytes to a rank on the other side of a level."""
     link = network.links[level]
-    known = link.measured.of("p2p", 2, sent) if link.measured else None
+    known = link.measured.seconds("p2p", 2, sent) if link.measured else None
     return known if known is not None else link.latency + sent / link.bandwidth
 
 
-def outermost(span: Span) -> int:
+def outermost_level(span: GroupShape) -> int:
     """The outermost level that a group crosses; the innermost for a rank by itself."""
     return max((level for level, ranks in enumerate(span) if ranks > 1), default=0)
 
 
-def _measured(network: Network, operation: Operation, span: Span, size: float) -> float | None:
-    """Seconds as they were measured on the outermost level that a group crosses, if they were."""
-    ranks, link = members(span), network.links[outermost(span)]
-    return link.measured.of(operation, ranks, size) if link.measured and ranks > 1 else None
+def _measured(network: Network, operation: CollectiveOp, span: GroupShape, size: float) -> float | None:
+    """Measured seconds on the outermost level that a group crosses, if there are any."""
+    ranks, link = group_size(span), network.links[outermost_level(span)]
+    return link.measured.seconds(operation, ranks, size) if link.measured and ranks > 1 else None
 
 
-def members(span: Sequence[int]) -> int:
+def group_size(span: Sequence[int]) -> int:
     """Ranks of a group."""
     count = 1
     for ranks in span:

@@ -1,4 +1,4 @@
-"""The published runs as descriptions: what `danlu validate` predicts, and what was measured."""
+"""The published runs: what `danlu validate` predicts, and what was measured."""
 
 import csv
 import tomllib
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from danlu.cost.calibration import Calibration
-from danlu.cost.layout import Layout
-from danlu.cost.software import HYBRID, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Latent, Sharding, Software
-from danlu.cost.step import Prediction, Predictor
-from danlu.spec.cluster import Chip, Cluster, Level
+from danlu.cost.parallel_layout import ParallelLayout
+from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, MLAConfig, Sharding, Software
+from danlu.cost.step_prediction import Predictor, StepPrediction
+from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.model import Model, Moe
-from danlu.spec.recipe import Batch
+from danlu.spec.recipe import BatchConfig
 
-FOLDER = Path(__file__).parent / "published"
+DATA_DIR = Path(__file__).parent / "published"
 _SHARDING: dict[str, Sharding] = {"none": REPLICATED, "optimizer": ZERO_1, "gradients": ZERO_2, "parameters": ZERO_3}
 _BUCKET = 5e8
-"""Elements that DeepSpeed reduces or gathers at once by default: gradients as they are kept, parameters in half."""
+"""Elements per bucket that DeepSpeed reduces or gathers by default: gradients as stored, parameters in half."""
 _LOGIT_BYTES = {"fused": 6.0, "fsdp": 14.0}
-"""Held at the loss: a fused kernel, PyTorch's own; Megatron's and the others' reuse their fp32 copy in place."""
+"""Bytes per logit at the loss: a fused kernel, PyTorch's own; Megatron's and others reuse their fp32 copy in place."""
 _INNER_LATENCY = 2e-6
-"""Seconds of one round inside a node; of the order that NVLink's makers and users report."""
+"""Seconds of one round inside a node; the order of magnitude that is reported for NVLink."""
 _OUTER_LATENCY = 6e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PublishedRun:
     """One published run."""
 
     id: str
@@ -37,8 +37,8 @@ class Run:
     group: str
     """Runs of one group differ only in their layout: the same model, chips and batch."""
     model: Model
-    layout: Layout
-    batch: Batch
+    layout: ParallelLayout
+    batch: BatchConfig
     cluster: Cluster
     software: Software
     dtype: str
@@ -47,13 +47,13 @@ class Run:
     memory: float | None
     """Bytes measured at the peak."""
     memory_kind: str
-    """What was measured: what tensors took (allocated), the allocator (reserved), or all on the device (device)."""
+    """What was measured: tensors (allocated), the allocator (reserved), or everything on the device (device)."""
     assumed: str
     variant: str
-    """Release of the program, or state of the machine, where the source tells several apart."""
+    """Release of the software, or state of the machine, if the source distinguishes several."""
 
     @property
-    def fit(self) -> bool:
+    def is_fit_set(self) -> bool:
         """Whether constants may be fitted on it."""
         return self.set.startswith("fit-")
 
@@ -62,30 +62,55 @@ class Run:
         """Whether the run did not fit."""
         return self.seconds is None
 
-    def predict(self, constants: Calibration | None = None) -> Prediction:
-        """What this room says of the run."""
+    def predict(self, constants: Calibration | None = None) -> StepPrediction:
+        """Predict the run."""
         predictor = Predictor(self.model, self.batch, self.cluster, self.software, self.dtype, constants)
-        return predictor.step(self.layout)
+        return predictor.predict(self.layout)
+
+
+TableVersion = Literal["now", "first values", "first columns"]
+"""Held-out runs as they are in the table; with their first committed values, in the columns of that time; and with all
+columns that were added since left empty."""
 
 
 @cache
-def runs() -> tuple[Run, ...]:
+def load_runs(described: TableVersion = "now") -> tuple[PublishedRun, ...]:
     """Every published run, in the order of the table."""
-    with (FOLDER / "chips.toml").open("rb") as file:
+    with (DATA_DIR / "chips.toml").open("rb") as file:
         chips = tomllib.load(file)
-    with (FOLDER / "runs.csv").open(encoding="utf-8", newline="") as file:
-        return tuple(_run(row, chips) for row in csv.DictReader(file))
+    return tuple(_run(row, chips) for row in _rows(described))
 
 
-def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
+def _rows(described: TableVersion) -> list[dict[str, str]]:
+    with (DATA_DIR / "runs.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if described == "now":
+        return rows
+    values, added = original_values()
+    empty = dict.fromkeys(added if described == "first columns" else (), "")
+    return [row if row["set"].startswith("fit-") else row | values.get(row["id"], {}) | empty for row in rows]
+
+
+@cache
+def original_values() -> tuple[dict[str, dict[str, str]], tuple[str, ...]]:
+    """First values of held-out rows where they differ, and the columns added since."""
+    values: dict[str, dict[str, str]] = {}
+    with (DATA_DIR / "first_described.csv").open(encoding="utf-8", newline="") as file:
+        for change in csv.DictReader(file):
+            values.setdefault(change["id"], {})[change["column"]] = change["first"]
+    added = tuple(values.pop("*"))
+    return values, added
+
+
+def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> PublishedRun:
     number = {key: int(row[key]) for key in ("tp", "pp", "vpp", "dp", "ep", "etp", "cp", "microbatch", "sequences")}
     model, cluster = _model(row), _cluster(row, chips[row["chip"]])
     slices = 1
     sharding = _SHARDING[row["sharding"]]
     node = int(row["node"])
     if sharding is ZERO_3 and node > 8 and int(row["chips"]) > node:
-        slices, sharding = int(row["chips"]) // node, HYBRID  # sharded inside a slice, replicated across
-    layout = Layout(
+        slices, sharding = int(row["chips"]) // node, HSDP  # sharded inside a slice, replicated across
+    layout = ParallelLayout(
         pp=number["pp"],
         replicate=slices,
         shard=number["dp"] // slices,
@@ -96,10 +121,10 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         schedule="interleaved" if number["vpp"] > 1 else "1f1b",
         stages_per_rank=number["vpp"],
         stage_layers=_stage_layers(row, number["pp"]),
-        reshards=sharding is ZERO_3 or sharding is HYBRID,
+        reshard_after_forward=sharding is ZERO_3 or sharding is HSDP,
     )
     hidden = row["overlap"].split()
-    latent = Latent(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
+    latent = MLAConfig(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
     gradient = int(row["gradients"] or (2 if row["dtype"] == "fp16" else 4))
     kernels = row["kernels"].split()
     window, _, share = row["window"].partition("/")
@@ -110,39 +135,39 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
         recompute=row["recompute"],  # type: ignore[arg-type]
         recomputed_layers=int(row["recomputed_layers"]) if row["recomputed_layers"] else None,
         expert_tp=number["etp"] if row["experts"] else 1,
-        hides_gradients="dp" in hidden,
-        hides_tensor="tp" in hidden,
-        hides_experts="ep" in hidden,
-        sends_once=row["dispatch"] == "once",
-        fuses_experts="experts" in kernels,
+        overlap_grad_reduce="dp" in hidden,
+        overlap_tp_comm="tp" in hidden,
+        overlap_ep_comm="ep" in hidden,
+        dedup_dispatch=row["dispatch"] == "once",
+        fused_grouped_gemm="experts" in kernels,
         fp8_attention="attention" in kernels,
-        graphed=row["launches"] == "graphed",
-        predicts_ahead=int(row["ahead"] or 0),
+        graph_capture=row["launches"] == "graphed",
+        mtp_layers=int(row["ahead"] or 0),
         gradient_bytes=gradient,
-        embedding_slots=row["embedding_slots"] == "1",
-        synchronises_every_microbatch=row["engine"] in ("fsdp", "xla"),
-        accumulates_apart=row["engine"] == "deepspeed",
-        serial_transfers=row["engine"] == "deepspeed",
-        reduces_whole=row["engine"] == "deepspeed" and row["dtype"] == "bf16",  # as its optimiser for bf16 does
-        extra_groups=4 if row["engine"] == "deepspeed" else 0,  # its pipeline makes its own beside Megatron's
-        builds_whole=row["built"] == "whole",
-        keeps_half=row["engine"] not in ("fsdp", "xla"),
+        count_embedding_and_head=row["embedding_slots"] == "1",
+        reduce_every_microbatch=row["engine"] in ("fsdp", "xla"),
+        unfused_grad_accumulation=row["engine"] == "deepspeed",
+        serial_p2p=row["engine"] == "deepspeed",
+        all_reduce_gradients=row["engine"] == "deepspeed" and row["dtype"] == "bf16",  # as its bf16 optimizer does
+        extra_process_groups=4 if row["engine"] == "deepspeed" else 0,  # its pipeline creates its own beside Megatron's
+        init_unsharded=row["built"] == "whole",
+        keep_half_parameters=row["engine"] not in ("fsdp", "xla"),
         bucket_bytes=_BUCKET * (gradient + 2) if row["engine"] == "deepspeed" and row["sharding"] != "none" else 0.0,
         logit_bytes=_LOGIT_BYTES.get(row["loss"] or row["engine"], 10.0),
-        blocking_launches=row["launches"] == "blocking",
+        launch_blocking=row["launches"] == "blocking",
         ring_bandwidth=float(row["ring_GBps"]) * 1e9 if row["ring_GBps"] else inf,
-        latent=latent,
-        window=int(window) if window else 0,
-        windowed=float(share) if share else 0.0,
+        mla=latent,
+        sliding_window=int(window) if window else 0,
+        sliding_window_fraction=float(share) if share else 0.0,
     )
-    return Run(
+    return PublishedRun(
         id=row["id"],
         set=row["set"],
         source=row["source"],
         group=_group(row),
         model=model,
         layout=layout,
-        batch=Batch(sequences=number["sequences"], length=int(row["length"])),
+        batch=BatchConfig(sequences=number["sequences"], length=int(row["length"])),
         cluster=cluster,
         software=software,
         dtype=row["dtype"],
@@ -155,9 +180,9 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> Run:
 
 
 def _stage_layers(row: dict[str, str], pp: int) -> tuple[int, ...]:
-    """Layers of every stage as a row has them, `4*15 1` for fifteen stages of four and one of one; none: even.
+    """Layers of every stage in a row, `4*15 1` for fifteen stages of four and one of one; empty: even.
 
-    The layers that predict tokens ahead come behind the others. DeepSpeed fills stage after stage: 78 layers over 12
+    Layers that predict tokens ahead (MTP) come last. DeepSpeed fills stage after stage: 78 layers over 12
     stages are eleven times 7 and 1 (BigScience's chronicle).
     """
     parts = [part.partition("*") for part in row["stages"].split()]
@@ -172,7 +197,7 @@ def _stage_layers(row: dict[str, str], pp: int) -> tuple[int, ...]:
 
 
 def _group(row: dict[str, str]) -> str:
-    """What must be the same for two runs to differ only in their layout."""
+    """Key that is equal for runs that differ only in their layout."""
     model = f"{row['model']} ({row['layers']} × {row['width']}, {row['heads']} heads)"
     kind = ", ".join(part for part in (row["dtype"], row["variant"]) if part)
     return f"{row['set']}: {model}, {row['chips']} × {row['chip']}, {row['sequences']} × {row['length']}, {kind}"
@@ -220,5 +245,5 @@ def _cluster(row: dict[str, str], sheet: dict[str, Any]) -> Cluster:
     return Cluster(name=f"{chips} × {row['chip']}", chip=chip, levels=tuple(levels))
 
 
-def _level(name: str, fanout: int, gigabytes: float, latency: float) -> Level:
-    return Level(name=name, fanout=fanout, bandwidth=gigabytes * 1e9, latency=latency)
+def _level(name: str, fanout: int, gigabytes: float, latency: float) -> NetworkLevel:
+    return NetworkLevel(name=name, fanout=fanout, bandwidth=gigabytes * 1e9, latency=latency)

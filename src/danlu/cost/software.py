@@ -1,138 +1,146 @@
-"""What a training program does that a plan does not say: how states are split, what is hidden, which kernels.
+"""Traits of the training software that a plan does not state: sharding of states, overlap, kernels.
 
-The defaults are Danlu's own program; published runs of other programs set what they did.
+`DANLU` describes this repository; published runs describe other software.
 """
 
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-Split = Literal["none", "group", "all"]
-"""Over which ranks a state is split: none, one group of replicas, all replicas (PaRO's N, I and G)."""
-Attention = Literal["flash", "native", "fused"]
-"""Kernels of attention: flash attention that runs on any chip; libraries written for this generation of the chip, for
-products too (cuDNN and Transformer Engine on Hopper and later); or, before flash attention, scores in memory."""
+ShardScope = Literal["none", "group", "all"]
+"""Ranks over which a state is sharded: none, one group of replicas, all replicas (PaRO's N, I and G)."""
+AttentionKernel = Literal["flash", "native", "fused"]
+"""Attention kernels: `flash`, portable flash attention; `native`, libraries for this generation of the chip, for
+matmuls too (cuDNN and Transformer Engine on Hopper and later); `fused`, scores in memory with fused softmax, as
+Megatron-LM before flash attention."""
 Recompute = Literal["none", "selective", "elementwise", "alternate", "latent", "full"]
-"""Computed again in the backward pass: nothing; the core of attention; all but matrix products and attention; all but
-every second product and attention; the up-projections of latent attention; everything."""
+"""Recomputed in the backward pass: `none`; `selective`, core attention (Megatron's `--recompute-granularity
+selective`); `elementwise`, all but matmuls and attention (a plan's "selective"); `alternate`, all but every second
+matmul and attention (torchtitan's selective `op`); `latent`, MLA's up-projections; `full`, everything (Megatron's
+`--recompute-granularity full`)."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over which data-parallel ranks each state is split (Wu et al., "Rethinking memory and communication costs for
+    """Over which data-parallel ranks each state is sharded (Wu et al., "Rethinking memory and communication costs for
     efficient large language model training", 2023).
 
     None, none, all is ZeRO-1; none, all, all ZeRO-2; all three all ZeRO-3; all three group HSDP.
     """
 
-    parameters: Split = "all"
-    gradients: Split = "all"
-    optimizer: Split = "all"
+    parameters: ShardScope = "all"
+    gradients: ShardScope = "all"
+    optimizer: ShardScope = "all"
 
 
 REPLICATED = Sharding("none", "none", "none")
 ZERO_1 = Sharding("none", "none", "all")
 ZERO_2 = Sharding("none", "all", "all")
 ZERO_3 = Sharding("all", "all", "all")
-HYBRID = Sharding("group", "group", "group")
+HSDP = Sharding("group", "group", "group")
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): ranks of the down-projections, widths of a head's parts."""
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): LoRA ranks and head dimensions."""
 
-    query_rank: int
-    key_value_rank: int
-    rotary: int
-    key: int
-    value: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How a program runs a plan."""
+    """How training software runs a plan."""
 
     sharding: Sharding | None = None
-    """As the plan's `replicate` and `shard` say when left out."""
-    attention: Attention = "native"
+    """From the plan's `replicate` and `shard` if None."""
+    attention: AttentionKernel = "native"
     sequence_parallel: bool = True
     recompute: Recompute | None = None
-    """As the plan says when left out."""
+    """From the plan if None."""
     recomputed_layers: int | None = None
-    """Layers computed again; all of them when left out."""
+    """Layers with recompute; all if None."""
     expert_tp: int = 1
     """Tensor parallelism inside an expert."""
-    imbalance: float = 1.0
-    """Tokens of the fullest expert rank over the mean: 1 is balanced by force or by dropping tokens."""
-    hides_gradients: bool = True
-    """Reduce gradients, and gather parameters, while computing."""
-    hides_tensor: bool = False
-    hides_experts: bool = False
+    expert_imbalance: float = 1.0
+    """Tokens of the fullest expert rank over the mean: 1 is forced balance or token dropping."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients and gather parameters while computing."""
+    overlap_tp_comm: bool = False
+    overlap_ep_comm: bool = False
     """Send tokens to experts while another microbatch computes."""
-    hides_transfers: bool = True
+    overlap_p2p_comm: bool = True
     """Send between stages while computing; only the interleaved schedules can."""
-    sends_once: bool = False
-    """Send a token once to every node and rank that needs it (DeepEP, HybridEP), not once an expert."""
-    fuses_experts: bool = False
-    """Run the products of all experts in one kernel, with the activation in it, not one call an expert."""
+    dedup_dispatch: bool = False
+    """Send a token once to every node and rank that needs it (DeepEP, HybridEP), not once per expert."""
+    fused_grouped_gemm: bool = False
+    """Run the matmuls of all experts in one kernel, with the activation in it, not one call per expert."""
     fp8_attention: bool = False
-    """Run attention in fp8 too where linear layers do."""
-    graphed: bool = False
-    """Replay the whole step as one recorded graph: no kernel waits for the host."""
-    predicts_ahead: int = 0
-    """Tokens predicted ahead beside the next one, each by a layer and a pass through the head of its own (DeepSeek-AI,
-    "DeepSeek-V3", 2024, section 2.2)."""
+    """Run attention in fp8 too if linear layers do."""
+    graph_capture: bool = False
+    """Replay the full step as one CUDA graph: no kernel waits for the host."""
+    mtp_layers: int = 0
+    """Multi-token prediction: tokens predicted beyond the next one, each with its own layer and pass through the head
+    (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
     gradient_bytes: int = 4
-    """Bytes of a gradient as it is kept and reduced."""
+    """Bytes of a gradient as stored and reduced."""
     activation_bytes: int = 2
-    """Bytes of an element of the activations that are kept and sent."""
+    """Bytes of an activation element as saved and sent."""
     parameter_bytes: int = 2
-    """Bytes of a parameter as it is computed with and gathered; the fp32 copy is the optimiser's."""
+    """Bytes of a parameter as used and gathered; the fp32 copy is an optimizer state."""
     optimizer_bytes: int = 12
-    """Bytes of a parameter's states: its fp32 copy and two moments."""
-    builds_whole: bool = False
-    """Make all parameters of a rank on its chip before they are split between replicas, as Megatron does unless told of
-    another device to make them on."""
-    keeps_half: bool = True
-    """Keep half-precision parameters beside the fp32 copy even where they are split like it."""
-    accumulates_apart: bool = False
-    """Add up gradients of microbatches in a pass over memory of its own, not in the product that makes them."""
-    reduces_whole: bool = False
-    """Give every rank all reduced gradients even where it needs only its part for its share of the optimiser."""
-    serial_transfers: bool = False
+    """Bytes of a parameter's optimizer states: its fp32 copy and two moments."""
+    init_unsharded: bool = False
+    """Initialize all parameters of a rank on its chip before they are sharded over replicas, as Megatron does unless it
+    is given a meta device or the CPU."""
+    keep_half_parameters: bool = True
+    """Keep half-precision parameters beside the fp32 copy even if they are sharded like it."""
+    unfused_grad_accumulation: bool = False
+    """Accumulate gradients of microbatches in a separate pass over memory, not in the weight-gradient matmul."""
+    all_reduce_gradients: bool = False
+    """All-reduce gradients even if a rank needs only its optimizer shard."""
+    serial_p2p: bool = False
     """Send and receive between stages one after the other, as DeepSpeed's pipeline does, not both at once."""
-    embedding_slots: bool = False
-    """Count the embedding and the head as a layer each when stages are cut."""
+    count_embedding_and_head: bool = False
+    """Count the embedding and the head as a layer each when layers are split into stages."""
     logit_bytes: float = 14.0
-    """Bytes held a logit at the loss: half precision, fp32, its log-softmax and their gradient; less where fused."""
-    extra_groups: int = 0
-    """Groups of ranks with channels open beside one an axis and one of all."""
+    """Bytes held per logit at the loss: half precision, fp32, its log-softmax and their gradient; less where fused."""
+    extra_process_groups: int = 0
+    """Process groups beside one per axis and one of all ranks."""
     bucket_bytes: float = 0.0
     """Bytes of buffers that gradients and parameters are sent in."""
-    synchronises_every_microbatch: bool = True
-    """With split gradients or parameters, reduce after every microbatch, as FSDP does; Megatron reduces once a step."""
-    keeps_gathered: bool = False
-    """Keep what tensor parallelism gathered for a product, not gather it again in the backward pass."""
-    defers_in_pipeline: bool = True
-    """In a pipeline keep gradients whole and reduce them after the last microbatch, as torch's pipelining does."""
-    preallocates: bool = True
-    """Make room for every gradient at the start, as Megatron does, not when it comes, as PyTorch does."""
+    reduce_every_microbatch: bool = True
+    """With sharded gradients or parameters, reduce after every microbatch, as FSDP does; Megatron: once per step."""
+    keep_gathered_inputs: bool = False
+    """Keep what tensor parallelism gathered for a matmul, instead of gathering it again in the backward pass."""
+    defer_reduce_in_pipeline: bool = True
+    """In a pipeline keep gradients unsharded and reduce them after the last microbatch, as torch's pipelining does."""
+    preallocate_gradients: bool = True
+    """Allocate all gradients at the start, as Megatron does, not when they are computed, as PyTorch does."""
     eager: bool = False
-    """Keep what each operator needs by itself, as PyTorch does without a compiler."""
-    blocking_launches: bool = False
-    """Wait for every kernel before the next is launched, as a remedy for hangs."""
-    exchanges_heads: bool = False
-    """Share sequences by exchanging heads against positions around attention, not by passing keys and values round."""
+    """Save what each operator needs separately, as PyTorch does without a compiler."""
+    launch_blocking: bool = False
+    """Wait for every kernel before the next is launched (`CUDA_LAUNCH_BLOCKING=1`), as a remedy for hangs."""
+    ulysses: bool = False
+    """Context parallelism by all-to-all between heads and positions, not by a ring of keys and values."""
     ring_bandwidth: float = inf
-    """Bytes a second that one group of ranks gets between nodes, where its library drives one adapter for a group."""
-    latent: Latent | None = None
-    window: int = 0
+    """Bytes per second of one group between nodes, if its library drives one adapter per group."""
+    mla: MLAConfig | None = None
+    sliding_window: int = 0
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""
-    windowed: float = 0.0
+    sliding_window_fraction: float = 0.0
     """Share of layers with a sliding window."""
 
 
-OURS = Software(
-    keeps_half=False, exchanges_heads=True, keeps_gathered=True, eager=True, preallocates=False, logit_bytes=10.0
+DANLU = Software(
+    keep_half_parameters=False,
+    ulysses=True,
+    keep_gathered_inputs=True,
+    eager=True,
+    preallocate_gradients=False,
+    logit_bytes=10.0,
 )
-"""The program of this repository, not compiled; what it keeps is as its dry run has it."""
+"""The software of this repository, not compiled; what it saves matches its dry run."""

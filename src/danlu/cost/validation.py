@@ -1,35 +1,36 @@
-"""Predictions held against published runs: how far off, in which order, and what would have been picked.
+"""Compares predictions with published runs: error, order of layouts, and regret of the predicted best.
 
 A set is scored by its mean absolute error; a group (the same model, chips and batch, so that only the layout differs)
-by rank correlation and by regret: how much slower the layout is that the prediction likes best, measured, than the
-fastest one measured.
+by rank correlation and by regret: how much slower the layout predicted to be fastest was measured than the fastest.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from danlu.cost.calibration import Calibration
-from danlu.cost.runs import Run, runs
-from danlu.cost.step import Prediction
+from danlu.cost.runs import PublishedRun, TableVersion, load_runs
+from danlu.cost.step_prediction import StepPrediction
 
-SMALLEST_GROUP = 8
-"""Runs from which a group's order is judged."""
+MIN_JUDGED_GROUP = 8
+"""Smallest group whose order is scored."""
+MIN_SHOWN_GROUP = 3
+"""Smallest group whose regret is shown."""
 DENSE = ("vtrain", "bloom", "megascale", "table5", "mtnlg", "bridge-h100")
 MOE = ("folding", "bridge-moe")
 OTHER_CHIPS = ("ascend", "amd", "maxtext")
-BORDER = ("bloom", "folding")
-"""Sets that tell where memory ran out."""
+OOM_SETS = ("bloom", "folding")
+"""Sets that report out-of-memory runs."""
 
 
 @dataclass(frozen=True)
-class Point:
-    """One run and what was predicted for it."""
+class RunComparison:
+    """One run and its prediction."""
 
-    run: Run
-    prediction: Prediction
+    run: PublishedRun
+    prediction: StepPrediction
 
     @property
     def error(self) -> float:
@@ -37,19 +38,21 @@ class Point:
         return self.prediction.seconds / self.run.seconds - 1 if self.run.seconds else 0.0
 
     @property
-    def memory(self) -> float:
+    def predicted_memory(self) -> float:
         """Predicted bytes of the kind that was measured."""
         memory = self.prediction.memory
-        return {"allocated": memory.allocated, "reserved": memory.reserved}.get(self.run.memory_kind, memory.device)
+        return {"allocated": memory.allocated, "reserved": memory.reserved}.get(
+            self.run.memory_kind, memory.device_bytes
+        )
 
     @property
     def fits(self) -> bool:
-        """Whether the prediction says that memory suffices."""
+        """Whether it is predicted to fit."""
         return self.prediction.fits(self.run.cluster.chip.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class LayoutComparison:
     """Runs that differ only in their layout."""
 
     name: str
@@ -59,7 +62,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class SetScore:
     """One set of runs."""
 
     name: str
@@ -73,68 +76,83 @@ class Score:
     out_of_memory: int
     """Runs that did not fit."""
     false_fits: int
-    """Of these, said to fit."""
-    false_refusals: int
-    """Runs that did fit and were said not to."""
-    groups: tuple[Group, ...]
+    """Of these, predicted to fit."""
+    false_rejections: int
+    """Runs that did fit and were predicted not to."""
+    groups: tuple[LayoutComparison, ...]
+    small_groups: tuple[LayoutComparison, ...]
+    """Groups too small to be scored; their regret is shown."""
 
     @property
-    def fit(self) -> bool:
+    def is_fit_set(self) -> bool:
         """Whether constants were fitted on it."""
         return self.name.startswith("fit-")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
-    """A figure to reach."""
+class Target:
+    """A figure and its target."""
 
     name: str
     value: float
     limit: float
-    least: bool = False
+    at_least: bool = False
     """The value must be at least the limit, not at most."""
     unit: str = "%"
 
     @property
     def passed(self) -> bool:
         """Whether it is reached."""
-        return self.value >= self.limit if self.least else self.value <= self.limit
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
-    """Everything that the published runs say about the predictions."""
+class ValidationReport:
+    """All scores of the predictions against the published runs."""
 
-    points: tuple[Point, ...]
-    scores: tuple[Score, ...]
-    bars: tuple[Bar, ...]
+    points: tuple[RunComparison, ...]
+    scores: tuple[SetScore, ...]
+    bars: tuple[Target, ...]
+    first_values: tuple[Target, ...] = ()
+    """The same targets on held-out runs with their first committed values."""
+    first_columns: tuple[Target, ...] = ()
+    """The same, with all columns that were added since left empty."""
 
     @property
     def passed(self) -> bool:
-        """Whether every bar is reached."""
+        """Whether every target is reached."""
         return all(bar.passed for bar in self.bars)
 
 
-def validate(constants: Calibration | None = None) -> Validation:
+def validate(constants: Calibration | None = None) -> ValidationReport:
     """Predict every published run and score the predictions."""
-    points = tuple(Point(run, run.predict(constants)) for run in runs())
-    by_set: dict[str, list[Point]] = defaultdict(list)
+    now = _validate_version("now", constants)
+    first_values, first_columns = (
+        _validate_version(each, constants).bars for each in ("first values", "first columns")
+    )
+    return replace(now, first_values=first_values, first_columns=first_columns)
+
+
+def _validate_version(described: TableVersion, constants: Calibration | None) -> ValidationReport:
+    points = tuple(RunComparison(run, run.predict(constants)) for run in load_runs(described))
+    by_set: dict[str, list[RunComparison]] = defaultdict(list)
     for point in points:
         by_set[point.run.set].append(point)
     scores = tuple(_score(name, some) for name, some in sorted(by_set.items(), key=_fit_first))
-    return Validation(points=points, scores=scores, bars=tuple(_bars(by_set, scores)))
+    return ValidationReport(points=points, scores=scores, bars=tuple(_bars(by_set, scores)))
 
 
-def _fit_first(item: tuple[str, list[Point]]) -> tuple[bool, str]:
+def _fit_first(item: tuple[str, list[RunComparison]]) -> tuple[bool, str]:
     return not item[0].startswith("fit-"), item[0]
 
 
-def _score(name: str, points: Sequence[Point]) -> Score:
+def _score(name: str, points: Sequence[RunComparison]) -> SetScore:
     timed = [point for point in points if point.run.seconds]
     errors = np.array([point.error for point in timed])
-    weighed = [point.memory / point.run.memory - 1 for point in points if point.run.memory]
+    weighed = [point.predicted_memory / point.run.memory - 1 for point in points if point.run.memory]
     lost = [point for point in points if point.run.out_of_memory]
-    return Score(
+    found = _groups(timed)
+    return SetScore(
         name=name,
         rows=len(timed),
         error=float(np.abs(errors).mean()),
@@ -143,23 +161,24 @@ def _score(name: str, points: Sequence[Point]) -> Score:
         memory_error=float(np.abs(weighed).mean()) if weighed else 0.0,
         out_of_memory=len(lost),
         false_fits=sum(point.fits for point in lost),
-        false_refusals=sum(not point.fits for point in timed),
-        groups=tuple(_groups(timed)),
+        false_rejections=sum(not point.fits for point in timed),
+        groups=tuple(group for group in found if group.rows >= MIN_JUDGED_GROUP),
+        small_groups=tuple(group for group in found if group.rows < MIN_JUDGED_GROUP),
     )
 
 
-def _groups(points: Iterable[Point]) -> list[Group]:
-    groups: dict[str, list[Point]] = defaultdict(list)
+def _groups(points: Iterable[RunComparison]) -> list[LayoutComparison]:
+    groups: dict[str, list[RunComparison]] = defaultdict(list)
     for point in points:
         groups[point.run.group].append(point)
     return [
-        Group(name=name, rows=len(some), spearman=_spearman(some), regret=_regret(some))
+        LayoutComparison(name=name, rows=len(some), spearman=_spearman(some), regret=_regret(some))
         for name, some in sorted(groups.items())
-        if len(some) >= SMALLEST_GROUP and len({point.run.layout for point in some}) > 1
+        if len(some) >= MIN_SHOWN_GROUP and len({point.run.layout for point in some}) > 1
     ]
 
 
-def _spearman(points: Sequence[Point]) -> float:
+def _spearman(points: Sequence[RunComparison]) -> float:
     """Correlation of the ranks of predicted and measured times."""
     predicted = _ranks([point.prediction.seconds for point in points])
     measured = _ranks([point.run.seconds or 0.0 for point in points])
@@ -167,18 +186,18 @@ def _spearman(points: Sequence[Point]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 0, equal values sharing the mean of theirs."""
+    """Ranks from 0; equal values share their mean rank."""
     ordered = sorted(values)
-    places = defaultdict(list)
-    for place, value in enumerate(ordered):
-        places[value].append(place)
-    return np.array([np.mean(places[value]) for value in values])
+    positions = defaultdict(list)
+    for position, value in enumerate(ordered):
+        positions[value].append(position)
+    return np.array([np.mean(positions[value]) for value in values])
 
 
-def _regret(points: Sequence[Point]) -> float:
+def _regret(points: Sequence[RunComparison]) -> float:
     """How much slower the predicted best was, measured, than the measured best.
 
-    Runs of one layout were measured several times; the pick is judged by the mean of its measurements.
+    Runs of one layout were measured several times; the pick is scored by the mean of its measurements.
     """
     times: dict[object, list[float]] = defaultdict(list)
     predicted: dict[object, float] = {}
@@ -191,32 +210,34 @@ def _regret(points: Sequence[Point]) -> float:
     return means[pick] / min(means.values()) - 1
 
 
-def _bars(by_set: dict[str, list[Point]], scores: Sequence[Score]) -> list[Bar]:
+def _bars(by_set: dict[str, list[RunComparison]], scores: Sequence[SetScore]) -> list[Target]:
     of = {score.name: score for score in scores}
 
     def error(sets: Iterable[str]) -> float:
         errors = [abs(point.error) for name in sets for point in by_set[name] if point.run.seconds]
         return 100 * float(np.mean(errors))
 
-    groups = [group for score in scores if not score.fit for group in score.groups]
-    weighed = [score for score in scores if score.memory_rows and not score.fit]
+    groups = [group for score in scores if not score.is_fit_set for group in score.groups]
+    weighed = [score for score in scores if score.memory_rows and not score.is_fit_set]
     rows = sum(score.memory_rows for score in weighed)
     memory = 100 * sum(score.memory_error * score.memory_rows for score in weighed) / rows
     return [
-        Bar(name="dense, held out", value=error(DENSE), limit=10),
-        Bar(name="vtrain", value=error(["vtrain"]), limit=12),
-        Bar(name="bloom", value=error(["bloom"]), limit=12),
-        Bar(name="mixture of experts, held out", value=error(MOE), limit=15),
-        Bar(name="other chips", value=error(OTHER_CHIPS), limit=15),
-        Bar(
+        Target(name="dense, held out", value=error(DENSE), limit=10),
+        Target(name="vtrain", value=error(["vtrain"]), limit=12),
+        Target(name="bloom", value=error(["bloom"]), limit=12),
+        Target(name="mixture of experts, held out", value=error(MOE), limit=15),
+        Target(name="other chips", value=error(OTHER_CHIPS), limit=15),
+        Target(
             name="rank correlation, lowest",
             value=min(group.spearman for group in groups),
             limit=0.9,
-            least=True,
+            at_least=True,
             unit="",
         ),
-        Bar(name="regret, largest", value=100 * max(group.regret for group in groups), limit=3),
-        Bar(name="memory, held out", value=memory, limit=5),
-        Bar(name="said to fit, did not", value=sum(of[name].false_fits for name in BORDER), limit=0, unit=""),
-        Bar(name="said not to fit, did", value=sum(of[name].false_refusals for name in BORDER), limit=2, unit=""),
+        Target(name="regret, largest", value=100 * max(group.regret for group in groups), limit=3),
+        Target(name="memory, held out", value=memory, limit=5),
+        Target(name="said to fit, did not", value=sum(of[name].false_fits for name in OOM_SETS), limit=0, unit=""),
+        Target(
+            name="said not to fit, did", value=sum(of[name].false_rejections for name in OOM_SETS), limit=2, unit=""
+        ),
     ]

@@ -1,1 +1,1 @@
-"""Models, optimiser, precision and the training loop."""
+"""Models, optimizer, precision and the training loop."""

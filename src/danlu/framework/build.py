@@ -7,79 +7,94 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from danlu.comm.mesh import Mesh
+from danlu.comm.mesh import ParallelMesh
 from danlu.compiler.blocks import apply_compile
 from danlu.framework import precision
-from danlu.framework.accumulate import Accumulation
-from danlu.framework.blueprint import Blueprint
-from danlu.framework.described import DescribedModel
+from danlu.framework.custom.adapter import CustomModelAdapter
+from danlu.framework.decoder_adapter import DecoderAdapter
+from danlu.framework.gradient_accumulation import GradientAccumulation
+from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
-from danlu.framework.own.blueprint import BroughtModel
 from danlu.framework.state import TrainState
 from danlu.memory.recompute import apply_recompute
+from danlu.parallel.fsdp import apply_fsdp
 from danlu.parallel.loss import cross_entropy_sum
-from danlu.parallel.pipeline import Pipeline, rank_stages
-from danlu.parallel.shard import apply_sharding
-from danlu.spec.own_model import OwnModel
+from danlu.parallel.pipeline import PipelineRunner, stage_indices
+from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import Precision, Recipe
+from danlu.spec.recipe import PrecisionConfig, Recipe
 
 ForwardBackward = Callable[[Tensor, Tensor], Tensor]
 """Takes this rank's tokens and targets, leaves gradients, returns this rank's share of the mean loss."""
 
 
-def blueprint_of(recipe: Recipe, plan: Plan) -> Blueprint:
-    """The model of a recipe, whichever way it is said."""
-    return BroughtModel(recipe, plan) if isinstance(recipe.model, OwnModel) else DescribedModel(recipe, plan)
+def make_adapter(recipe: Recipe, plan: Plan) -> ModelAdapter:
+    """The adapter of a recipe's model: a described decoder, or a custom module."""
+    return CustomModelAdapter(recipe, plan) if isinstance(recipe.model, CustomModel) else DecoderAdapter(recipe, plan)
 
 
-def build(
-    recipe: Recipe, plan: Plan, mesh: Mesh, tensors: AbstractContextManager[object] | None = None
+def build_train_state(
+    recipe: Recipe, plan: Plan, mesh: ParallelMesh, tensors: AbstractContextManager[object] | None = None
 ) -> tuple[TrainState, ForwardBackward]:
-    """Make this rank's part of the model, parallel as the plan says, with its optimiser and its way of one step.
+    """Build this rank's stages of the model, parallel as the plan says, its optimizer, and its forward and backward.
 
-    A dry run gives the context in which `tensors` are made; everything before that needs no memory anyway.
+    A dry run passes the context in which `tensors` are made; nothing before that takes memory.
     """
-    blueprint = blueprint_of(recipe, plan)
-    stages = rank_stages(plan, mesh.coordinate("pp"))
-    parts = [blueprint.part(stage) for stage in stages]
-    for part in parts:
-        parallelise(part, blueprint, plan, mesh, recipe.precision)
+    adapter = make_adapter(recipe, plan)
+    stages = stage_indices(plan, mesh.coordinate("pp"))
+    modules = [adapter.stage_module(stage) for stage in stages]
+    for module in modules:
+        apply_parallelism(module, adapter, plan, mesh, recipe.precision)
     with tensors or nullcontext():
-        blueprint.fill(parts, mesh)
+        adapter.init_weights(modules, mesh)
     loss = partial(_loss, tokens=recipe.batch.tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
     forward_backward: ForwardBackward
     if plan.degrees.pp > 1:
         group = mesh.group("pp")
         assert group is not None
-        forward_backward = Pipeline(plan, parts, stages, blueprint.streams, loss, mesh.device, group)
+        forward_backward = PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
     else:
-        forward_backward = Accumulation(parts[0], loss, plan.microbatches)
-    return TrainState(parts, build_optimizer(parts, recipe.optimizer), recipe.seed), forward_backward
+        forward_backward = GradientAccumulation(modules[0], loss, plan.microbatches)
+    optimizer = build_optimizer(modules, recipe.optimizer)
+    return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds), forward_backward
 
 
-def parallelise(part: nn.Module, blueprint: Blueprint, plan: Plan, mesh: Mesh, dtypes: Precision) -> None:
-    """Apply every axis of the plan to one part of the model, in the one order that works."""
-    # 1. Split layers: what a module computes changes before anything is wrapped around it.
-    blueprint.split(part, mesh)
+def apply_parallelism(
+    module: nn.Module,
+    adapter: LayoutAdapter,
+    plan: Plan,
+    mesh: ParallelMesh,
+    dtypes: PrecisionConfig,
+    average_gradients: bool = False,
+) -> None:
+    """Apply every axis of the plan to one stage of the model, in the one order that works; gradients are summed."""
+    # 1. Model parallelism: what a module computes changes before anything is wrapped around it.
+    adapter.apply_model_parallel(module, mesh)
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
     if plan.recompute != "none":
-        apply_recompute(blueprint.regions(part, plan.recompute), plan.recompute)
+        apply_recompute(adapter.recompute_regions(module, plan.recompute), plan.recompute)
     if plan.compile:
-        apply_compile(blueprint.blocks(part))
+        apply_compile(adapter.blocks(module))
     # 4. Shard last: it sees the final parameters.
-    policy = partial(precision.policy, dtypes)
-    rest = policy(blueprint.rest)
-    apply_sharding(part, blueprint.units(part, mesh), mesh.parameters, policy, rest, plan.reshards)
+    policy = partial(precision.mixed_precision_policy, dtypes)
+    apply_fsdp(
+        module,
+        adapter.fsdp_units(module, mesh),
+        mesh.fsdp_mesh,
+        policy,
+        policy(adapter.root),
+        plan.resolved_reshard_after_forward,
+        average=average_gradients,
+    )
 
 
 def _loss(
-    scores_BSV: Tensor,
+    logits_BSV: Tensor,
     targets_BS: Tensor,
     tokens: int,
     vocabulary: int,
     tensor_group: torch.distributed.ProcessGroup | None,
 ) -> Tensor:
-    """This rank's share of the mean loss; scores may be whole, or split over the ranks that share the matrices."""
-    group = None if scores_BSV.shape[-1] == vocabulary else tensor_group
-    return cross_entropy_sum(scores_BSV, targets_BS, group) / tokens
+    """This rank's share of the mean loss; logits may be sharded by vocabulary over the tensor-parallel ranks."""
+    group = None if logits_BSV.shape[-1] == vocabulary else tensor_group
+    return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens

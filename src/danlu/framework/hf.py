@@ -1,6 +1,6 @@
-"""Hugging Face in and out: a published model's folder into Danlu's weights, and a run's checkpoint back.
+"""Import a Hugging Face model's folder into Danlu's weights, and export a run's checkpoint.
 
-Both go one tensor at a time, so that memory does not grow with the model.
+Both work one tensor at a time, so that memory does not grow with the model.
 """
 
 import json
@@ -15,43 +15,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.framework.hf_config import CONFIG, read_config, to_config, to_model, unknown_keys
-from danlu.framework.hf_families import Family, Name, family_of, without_family
-from danlu.framework.weights import STEM, parameter_shapes
+from danlu.framework.hf_config import (
+    CONFIG_FILE,
+    HFConfig,
+    config_from_model,
+    model_from_config,
+    read_config,
+    unknown_keys,
+)
+from danlu.framework.hf_families import ModelFamily, TensorNamePair, find_family, unsupported_trait
+from danlu.framework.weights import WEIGHTS_FILE_PREFIX, parameter_shapes
 from danlu.spec import toml
 from danlu.spec.model import Model
 from danlu.spec.problem import SpecError, problem_at
-from danlu.storage.weights import SHARD_BYTES, Entry, OnProgress, Weights, write_weights
+from danlu.storage.checkpoint.safetensors_io import (
+    SHARD_BYTES,
+    OnProgress,
+    SafetensorsReader,
+    WeightEntry,
+    write_safetensors,
+)
 
-HF_STEM = "model"
-MODEL = "model.toml"
-ORIGINAL = "hf"
-"""Folder inside an import that keeps the configuration files as they were."""
+HF_FILE_PREFIX = "model"
+MODEL_FILE = "model.toml"
+HF_CONFIG_DIR = "hf"
+"""Folder inside an import with the original configuration files."""
 
 EXPORT_DTYPES = {"fp32": ("float32", torch.float32), "bf16": ("bfloat16", torch.bfloat16)}
-"""Dtypes an export may be stored in, by Danlu's word: Hugging Face's word and torch's."""
+"""Dtypes of an export, by Danlu's name: Hugging Face's name and torch's dtype."""
 
-_CARRIED = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
-_KEPT = (CONFIG, "generation_config.json")
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
+_CONFIG_FILES = (CONFIG_FILE, "generation_config.json")
 
 ReadTensor = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """What an import wrote."""
 
     model: Model
-    family: Family
-    unknown: list[str]
-    """Keys of the configuration that were left out, because Danlu does not know them."""
+    family: ModelFamily
+    ignored_keys: list[str]
+    """Keys of the configuration that were skipped, because Danlu does not know them."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter comes from: its table row, and its layer."""
+class _TensorMapping:
+    """The Hugging Face tensors of a parameter: its row in the table of names, and its layer."""
 
-    name: Name
+    name: TensorNamePair
     layer: str
 
     def hf(self, expert: int = 0) -> str:
@@ -60,21 +73,23 @@ class _Place:
 
 def import_hf(
     folder: Path, output: Path, on_progress: OnProgress = lambda done, total: None, shard_bytes: int = SHARD_BYTES
-) -> Imported:
-    """Read a Hugging Face model into `output`: `model.toml`, weights under Danlu's names, the tokenizer's files."""
-    config = read_config(folder / CONFIG)
-    model = to_model(config, folder.resolve().name)
-    source = _Source(Weights(folder, HF_STEM), model, config.family)
+) -> ImportResult:
+    """Import a Hugging Face model into `output`: `model.toml`, weights under Danlu's names, the tokenizer's files."""
+    config = read_config(folder / CONFIG_FILE)
+    model = model_from_config(config, folder.resolve().name)
+    weights = SafetensorsReader(folder, HF_FILE_PREFIX)
+    _check_layers(config, model, weights)
+    source = _HFWeights(weights, model, config.family)
     source.check()
-    with _finished_at_once(output) as partial_output:
-        write_weights(partial_output, STEM, source.entries(), on_progress, shard_bytes)
-        (partial_output / ORIGINAL).mkdir()
-        for name in _KEPT:
+    with _atomic_output_dir(output) as partial_output:
+        write_safetensors(partial_output, WEIGHTS_FILE_PREFIX, source.entries(), on_progress, shard_bytes)
+        (partial_output / HF_CONFIG_DIR).mkdir()
+        for name in _CONFIG_FILES:
             if (folder / name).is_file():
-                shutil.copy2(folder / name, partial_output / ORIGINAL / name)
-        _carry(folder, partial_output)
-        (partial_output / MODEL).write_text(toml.dumps(model), "utf-8")
-    return Imported(model, config.family, unknown_keys(config))
+                shutil.copy2(folder / name, partial_output / HF_CONFIG_DIR / name)
+        _copy_tokenizer_files(folder, partial_output)
+        (partial_output / MODEL_FILE).write_text(toml.dumps(model), "utf-8")
+    return ImportResult(model, config.family, unknown_keys(config))
 
 
 def export_hf(
@@ -85,42 +100,59 @@ def export_hf(
     dtype: str = "fp32",
     on_progress: OnProgress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
-) -> Family:
+) -> ModelFamily:
     """Write a model whose parameters `read` returns by name as a Hugging Face folder.
 
-    Of `imported`, the import that it was trained from, tokenizer and other settings are carried along.
+    Tokenizer and other settings come from `imported`, the import that it was trained from.
     """
-    family = family_of(model)
+    family = find_family(model)
     if family is None:
-        message = f"has {without_family(model)}, for which Llama, Mistral, Qwen2, Qwen3 and Mixtral have no place"
+        message = f"has {unsupported_trait(model)}, which Llama, Mistral, Qwen2, Qwen3 and Mixtral do not support"
         raise SpecError([problem_at(output, 1, f"model {model.name}", message, "this model cannot be exported")])
     word, stored = EXPORT_DTYPES[dtype]
-    with _finished_at_once(output) as partial_output:
-        write_weights(partial_output, HF_STEM, _outgoing(model, family, read, stored), on_progress, shard_bytes)
+    with _atomic_output_dir(output) as partial_output:
+        write_safetensors(
+            partial_output, HF_FILE_PREFIX, _export_entries(model, family, read, stored), on_progress, shard_bytes
+        )
         carried: dict[str, Any] = {}
         if imported is not None:
-            _carry(imported, partial_output)
-            for path in (imported / ORIGINAL).glob("*.json"):
+            _copy_tokenizer_files(imported, partial_output)
+            for path in (imported / HF_CONFIG_DIR).glob("*.json"):
                 shutil.copy2(path, partial_output / path.name)
-            carried = json.loads((imported / ORIGINAL / CONFIG).read_text("utf-8"))
-        config = to_config(model, family, word, carried if carried.get("model_type") == family.model_type else {})
-        (partial_output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            carried = json.loads((imported / HF_CONFIG_DIR / CONFIG_FILE).read_text("utf-8"))
+        config = config_from_model(
+            model, family, word, carried if carried.get("model_type") == family.model_type else {}
+        )
+        (partial_output / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return family
 
 
-def _places(model: Model, family: Family) -> dict[str, _Place]:
-    """For every parameter of a model its row in the family's table of names."""
+def _check_layers(config: HFConfig, model: Model, weights: SafetensorsReader) -> None:
+    """Compare the number of layers with the number of tensors, before as many layers are made."""
+    if len(weights.names) < model.layers:
+        message = f"is {model.layers}, but there are only {len(weights.names)} tensors"
+        hint = "use configuration and weights of one model"
+        raise SpecError([config.problem("num_hidden_layers", message, hint)])
+    experts = model.moe.experts if model.moe else 0
+    fused = any(name.endswith(".experts.gate_up_proj") for name in weights.names)
+    if experts and not fused and len(weights.names) < experts:
+        message = f"is {experts}, but there are only {len(weights.names)} tensors"
+        raise SpecError([config.problem("num_local_experts", message, "use configuration and weights of one model")])
+
+
+def _tensor_mappings(model: Model, family: ModelFamily) -> dict[str, _TensorMapping]:
+    """The Hugging Face tensors of every parameter of a model."""
     layers = [str(layer) for layer in range(model.layers)]
     known = {
-        name.danlu.format(layer=layer): _Place(name, layer)
+        name.danlu.format(layer=layer): _TensorMapping(name, layer)
         for name in family.names
         for layer in (layers if "{layer}" in name.danlu else [""])
     }
     return {parameter: known[parameter] for parameter in parameter_shapes(model)}
 
 
-def _outgoing(model: Model, family: Family, read: ReadTensor, dtype: torch.dtype) -> Iterator[Entry]:
-    """The tensors of an export; experts leave their stack one by one, which is read once for all of them."""
+def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: torch.dtype) -> Iterator[WeightEntry]:
+    """The tensors of an export; experts are written one by one from their stack, which is read once."""
     shapes = parameter_shapes(model)
     read_once = lru_cache(maxsize=1)(read)
 
@@ -128,75 +160,75 @@ def _outgoing(model: Model, family: Family, read: ReadTensor, dtype: torch.dtype
         tensor = read_once(name)
         yield tensor if expert is None else tensor[expert].T
 
-    for name, place in _places(model, family).items():
-        if not place.name.stacked:
-            yield Entry(place.hf(), shapes[name], dtype, partial(one, name, None))
+    for name, mapping in _tensor_mappings(model, family).items():
+        if not mapping.name.stacked:
+            yield WeightEntry(mapping.hf(), shapes[name], dtype, partial(one, name, None))
             continue
         experts, inputs, outputs = shapes[name]
         for expert in range(experts):
-            yield Entry(place.hf(expert), (outputs, inputs), dtype, partial(one, name, expert))
+            yield WeightEntry(mapping.hf(expert), (outputs, inputs), dtype, partial(one, name, expert))
 
 
-class _Source:
-    """The tensors of a Hugging Face folder, as those of Danlu's model."""
+class _HFWeights:
+    """The tensors of a Hugging Face folder as parameters of Danlu's model."""
 
-    def __init__(self, weights: Weights, model: Model, family: Family) -> None:
+    def __init__(self, weights: SafetensorsReader, model: Model, family: ModelFamily) -> None:
         self.weights = weights
         self.model = model
         self.shapes = parameter_shapes(model)
-        self.places = _places(model, family)
+        self.mappings = _tensor_mappings(model, family)
         self.fused = any(name.endswith(".experts.gate_up_proj") for name in weights.names)
 
     def check(self) -> None:
-        """Hold names and shapes against what the configuration promises."""
+        """Compare names and shapes with the configuration."""
         expected: dict[str, tuple[int, ...]] = {}
-        for name in self.places:
+        for name in self.mappings:
             expected |= self._expected(name)
-        if problems := self.weights.differences(expected, self._may_be_left_out):
+        if problems := self.weights.find_mismatches(expected, self._is_redundant):
             raise SpecError(problems)
         self._check_tied_head()
 
-    def entries(self) -> Iterator[Entry]:
-        """What an import writes, in the model's own order."""
+    def entries(self) -> Iterator[WeightEntry]:
+        """What an import writes, in the model's order."""
         for name, shape in self.shapes.items():
             dtype = reduce(torch.promote_types, map(self.weights.dtype, self._expected(name)))
-            yield Entry(name, shape, dtype, partial(self._pieces, name))
+            yield WeightEntry(name, shape, dtype, partial(self._pieces, name))
 
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
-        """The tensors that a parameter is made of, with their shapes."""
-        place, shape = self.places[name], tuple(self.shapes[name])
-        if not self.model.moe or "block_sparse_moe" not in place.name.hf:
-            return {place.hf(): shape}
-        if not place.name.stacked:
-            return {self._newer(place.hf()): shape}
+        """The tensors that make up a parameter, with their shapes."""
+        mapping, shape = self.mappings[name], tuple(self.shapes[name])
+        if not self.model.moe or "block_sparse_moe" not in mapping.name.hf:
+            return {mapping.hf(): shape}
+        if not mapping.name.stacked:
+            return {self._newer(mapping.hf()): shape}
         experts, inputs, outputs = shape
         if not self.fused:
-            return {place.hf(expert): (outputs, inputs) for expert in range(experts)}
+            return {mapping.hf(expert): (outputs, inputs) for expert in range(experts)}
         if name.endswith(".down"):
-            return {_stack(place, "down_proj"): (experts, outputs, inputs)}
-        return {_stack(place, "gate_up_proj"): (experts, 2 * outputs, inputs)}
+            return {_stack(mapping, "down_proj"): (experts, outputs, inputs)}
+        return {_stack(mapping, "gate_up_proj"): (experts, 2 * outputs, inputs)}
 
     def _newer(self, name: str) -> str:
-        """Beside a stack of experts the router has its newer name too."""
+        """Where experts are stacked, the router has its newer name too."""
         return name.replace(".block_sparse_moe.", ".mlp.") if self.fused else name
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
         sources = self._expected(name)
-        if not self.places[name].name.stacked:
+        if not self.mappings[name].name.stacked:
             yield self.weights.read(next(iter(sources)))
         elif not self.fused:
             for source in sources:
                 yield self.weights.read(source).T
         else:
             ((source, (experts, rows, columns)),) = sources.items()
-            # Of a stack that holds gates above ups each is one half of the rows.
+            # In a stack of gate above up, each is one half of the rows.
             first = rows // 2 if name.endswith(".up") else 0
             height = rows if name.endswith(".down") else rows // 2
             for expert in range(experts):
                 yield self.weights.read(source, (expert, first, 0), (1, height, columns))[0].T
 
-    def _may_be_left_out(self, name: str) -> bool:
-        """Tensors that hold nothing of their own: old tables of rotary positions, and a head that is the embedding."""
+    def _is_redundant(self, name: str) -> bool:
+        """Tensors that need not be imported: old tables of rotary positions, and a head tied to the embedding."""
         return name.endswith(".rotary_emb.inv_freq") or (self.model.tied and name == "lm_head.weight")
 
     def _check_tied_head(self) -> None:
@@ -204,19 +236,19 @@ class _Source:
             return
         if not torch.equal(self.weights.read("lm_head.weight"), self.weights.read("model.embed_tokens.weight")):
             message = "differs from the embedding, but the configuration says tie_word_embeddings = true"
-            hint = "tie_word_embeddings = false, if the head was meant to be its own"
+            hint = "tie_word_embeddings = false, if the head is a separate matrix"
             raise SpecError([problem_at(self.weights.folder, 1, "lm_head.weight", message, hint)])
 
 
-def _stack(place: _Place, matrix: str) -> str:
-    return f"model.layers.{place.layer}.mlp.experts.{matrix}"
+def _stack(mapping: _TensorMapping, matrix: str) -> str:
+    return f"model.layers.{mapping.layer}.mlp.experts.{matrix}"
 
 
 def differing_fields(recipe: Model, imported: Model) -> list[str]:
-    """Fields that two models must share for the one's weights to mean the same in the other."""
+    """Fields that differ and change the meaning of the weights."""
     free = {"name", "source", "sequence"}
     own, other = (
-        {**model.model_dump(), "kv_heads": model.key_value_heads, "head_width": model.head, "mlp_width": model.mlp}
+        {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_width": model.head_dim, "mlp_width": model.mlp_dim}
         for model in (recipe, imported)
     )
     for values in (own, other):
@@ -224,17 +256,17 @@ def differing_fields(recipe: Model, imported: Model) -> list[str]:
     return [key for key in own if key not in free and own[key] != other[key]]
 
 
-def _carry(source: Path, output: Path) -> None:
-    """Take the tokenizer's files along."""
-    for pattern in _CARRIED:
+def _copy_tokenizer_files(source: Path, output: Path) -> None:
+    """Copy the tokenizer's files."""
+    for pattern in _TOKENIZER_FILES:
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copy2(path, output / path.name)
 
 
 @contextmanager
-def _finished_at_once(output: Path) -> Iterator[Path]:
-    """A folder to write into that gets its name when everything is there."""
+def _atomic_output_dir(output: Path) -> Iterator[Path]:
+    """A folder to write into that is renamed to `output` when it is complete."""
     if output.exists():
         raise SpecError([problem_at(output, 1, "output", "exists already", "another folder, or remove this one")])
     unfinished = output.with_name(output.name + ".partial")

@@ -1,4 +1,4 @@
-"""The same tokens through `transformers` and through Danlu's own model: the proof that a model came over whole."""
+"""Compares the logits of `transformers` and of Danlu's decoder for the same tokens, to verify an import or export."""
 
 import gc
 from collections.abc import Callable
@@ -12,33 +12,33 @@ from danlu.framework.transformer import Decoder
 from danlu.framework.weights import load_weights
 from danlu.spec.model import Model
 
-TOKENS = 512
+MIN_TOKENS = 512
 """Tokens compared, at least."""
-TOLERANCE = 1e-4
-"""Largest difference of a logit in fp32 that is taken for rounding."""
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of a logit in fp32 that counts as rounding."""
 _LENGTH, _SEED = 256, 0
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How far two models are apart on the same random tokens."""
+class LogitComparison:
+    """How much two models differ on the same random tokens."""
 
     tokens: int
-    largest: float
+    max_difference: float
     """The largest difference of any two logits."""
-    agreement: float
+    top1_agreement: float
     """Share of positions at which both find the same token most likely."""
 
 
-def imported_decoder(folder: Path, model: Model) -> Decoder:
-    """Danlu's model with the weights of an import, in fp32 on one device."""
+def load_imported_decoder(folder: Path, model: Model) -> Decoder:
+    """Danlu's decoder with the weights of an import, in fp32 on one device."""
     decoder = _empty_decoder(model)
     load_weights([decoder], model, folder)
     return decoder
 
 
-def read_decoder(model: Model, read: Callable[[str], Tensor], stored: torch.dtype) -> Decoder:
-    """Danlu's model with parameters that `read` returns by name, rounded as they were `stored`."""
+def load_decoder(model: Model, read: Callable[[str], Tensor], stored: torch.dtype) -> Decoder:
+    """Danlu's decoder with parameters that `read` returns by name, rounded to the `stored` dtype."""
     decoder = _empty_decoder(model)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -46,13 +46,13 @@ def read_decoder(model: Model, read: Callable[[str], Tensor], stored: torch.dtyp
     return decoder
 
 
-def compare(hf: Path, model: Model, make: Callable[[], Decoder]) -> Comparison:
-    """Compute the logits of random tokens with `transformers` from folder `hf` and with the decoder that `make` makes.
+def compare_logits(hf: Path, model: Model, make: Callable[[], Decoder]) -> LogitComparison:
+    """Compute the logits of random tokens with `transformers` from folder `hf` and with the decoder from `make`.
 
     One after the other, so that only one of the two is in memory. Raises ImportError where `transformers` is missing.
     """
     length = min(_LENGTH, model.sequence)
-    rows = -(-TOKENS // length)
+    rows = -(-MIN_TOKENS // length)
     tokens_BS = torch.randint(model.vocabulary, (rows, length), generator=torch.Generator().manual_seed(_SEED))
     expected_BSV = _hf_logits(hf, tokens_BS)
     gc.collect()
@@ -60,7 +60,7 @@ def compare(hf: Path, model: Model, make: Callable[[], Decoder]) -> Comparison:
         logits_BSV = make()(tokens_BS)
     largest = float((logits_BSV - expected_BSV).abs().max())
     agreement = float((logits_BSV.argmax(-1) == expected_BSV.argmax(-1)).double().mean())
-    return Comparison(tokens_BS.numel(), largest, agreement)
+    return LogitComparison(tokens_BS.numel(), largest, agreement)
 
 
 def _hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _empty_decoder(model: Model) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(model)
     decoder.to_empty(device="cpu")
-    decoder.tie()
+    decoder.tie_weights()
     for buffer in decoder.buffers():
         buffer.zero_()
     return decoder

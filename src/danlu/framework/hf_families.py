@@ -1,4 +1,4 @@
-"""The Hugging Face families that Danlu's decoder covers, as data: traits, names of tensors, keys of `config.json`."""
+"""The Hugging Face families that Danlu's decoder supports, as data: traits, tensor names, keys of `config.json`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,59 +7,59 @@ from danlu.spec.model import Model
 
 
 @dataclass(frozen=True)
-class Name:
-    """One kind of tensor by both its names; `{layer}` and `{expert}` stand for numbers."""
+class TensorNamePair:
+    """One kind of tensor by both its names; `{layer}` and `{expert}` are indices."""
 
     danlu: str
     hf: str
 
     @property
     def stacked(self) -> bool:
-        """Whether Danlu holds one tensor for all experts, each matrix transposed, where Hugging Face holds one each."""
+        """Whether Danlu has one tensor for all experts, each matrix transposed, and Hugging Face one per expert."""
         return "{expert}" in self.hf
 
 
 _BLOCK, _LAYER = "blocks.{layer}", "model.layers.{layer}"
 _ATTENTION = (
-    Name(f"{_BLOCK}.attention_norm.weight", f"{_LAYER}.input_layernorm.weight"),
+    TensorNamePair(f"{_BLOCK}.attention_norm.weight", f"{_LAYER}.input_layernorm.weight"),
     *(
-        Name(f"{_BLOCK}.attention.{letter}.{kind}", f"{_LAYER}.self_attn.{letter}_proj.{kind}")
+        TensorNamePair(f"{_BLOCK}.attention.{letter}.{kind}", f"{_LAYER}.self_attn.{letter}_proj.{kind}")
         for letter in "qkvo"
         for kind in ("weight", "bias")
     ),
-    Name(f"{_BLOCK}.attention.q_norm.weight", f"{_LAYER}.self_attn.q_norm.weight"),
-    Name(f"{_BLOCK}.attention.k_norm.weight", f"{_LAYER}.self_attn.k_norm.weight"),
-    Name(f"{_BLOCK}.mlp_norm.weight", f"{_LAYER}.post_attention_layernorm.weight"),
+    TensorNamePair(f"{_BLOCK}.attention.q_norm.weight", f"{_LAYER}.self_attn.q_norm.weight"),
+    TensorNamePair(f"{_BLOCK}.attention.k_norm.weight", f"{_LAYER}.self_attn.k_norm.weight"),
+    TensorNamePair(f"{_BLOCK}.mlp_norm.weight", f"{_LAYER}.post_attention_layernorm.weight"),
 )
 _DENSE = tuple(
-    Name(f"{_BLOCK}.mlp.{matrix}.{kind}", f"{_LAYER}.mlp.{matrix}_proj.{kind}")
+    TensorNamePair(f"{_BLOCK}.mlp.{matrix}.{kind}", f"{_LAYER}.mlp.{matrix}_proj.{kind}")
     for matrix in ("gate", "up", "down")
     for kind in ("weight", "bias")
 )
 _EXPERTS = (
-    Name(f"{_BLOCK}.mlp.router.gate.weight", f"{_LAYER}.block_sparse_moe.gate.weight"),
-    Name(f"{_BLOCK}.mlp.experts.gate", f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w1.weight"),
-    Name(f"{_BLOCK}.mlp.experts.up", f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w3.weight"),
-    Name(f"{_BLOCK}.mlp.experts.down", f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w2.weight"),
+    TensorNamePair(f"{_BLOCK}.mlp.router.gate.weight", f"{_LAYER}.block_sparse_moe.gate.weight"),
+    TensorNamePair(f"{_BLOCK}.mlp.experts.gate", f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w1.weight"),
+    TensorNamePair(f"{_BLOCK}.mlp.experts.up", f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w3.weight"),
+    TensorNamePair(f"{_BLOCK}.mlp.experts.down", f"{_LAYER}.block_sparse_moe.experts.{{expert}}.w2.weight"),
 )
 _ENDS = (
-    Name("embed.token.weight", "model.embed_tokens.weight"),
-    Name("head.norm.weight", "model.norm.weight"),
-    Name("head.score.weight", "lm_head.weight"),
+    TensorNamePair("embed.token.weight", "model.embed_tokens.weight"),
+    TensorNamePair("head.norm.weight", "model.norm.weight"),
+    TensorNamePair("head.score.weight", "lm_head.weight"),
 )
 
 
 @dataclass(frozen=True)
-class Family:
-    """One `model_type`; a parameter that a model does not have has no tensor, whatever the table of names holds."""
+class ModelFamily:
+    """One `model_type`; the table of names may have more tensors than a model has parameters."""
 
     model_type: str
     architecture: str
-    names: tuple[Name, ...] = (*_ENDS, *_ATTENTION, *_DENSE)
+    names: tuple[TensorNamePair, ...] = (*_ENDS, *_ATTENTION, *_DENSE)
     defaults: dict[str, Any] = field(default_factory=dict)
-    """What its configurations mean by leaving a key out, where that differs from `COMMON_DEFAULTS`."""
-    fixed: dict[str, Any] = field(default_factory=dict)
-    """Fields of a `Model` that every model of the family has, and no other family without them."""
+    """Its defaults for missing keys, where they differ from `COMMON_DEFAULTS`."""
+    fixed_fields: dict[str, Any] = field(default_factory=dict)
+    """Values of `Model` fields that only models of this family have."""
 
 
 COMMON_DEFAULTS: dict[str, Any] = {
@@ -83,15 +83,15 @@ COMMON_DEFAULTS: dict[str, Any] = {
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM"),
-        Family("mistral", "MistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-        Family(
+        ModelFamily("llama", "LlamaForCausalLM"),
+        ModelFamily("mistral", "MistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+        ModelFamily(
             "qwen2",
             "Qwen2ForCausalLM",
             defaults={"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096},
-            fixed={"qkv_bias": True},
+            fixed_fields={"qkv_bias": True},
         ),
-        Family(
+        ModelFamily(
             "qwen3",
             "Qwen3ForCausalLM",
             defaults={
@@ -100,9 +100,9 @@ FAMILIES = {
                 "use_sliding_window": False,
                 "sliding_window": 4096,
             },
-            fixed={"qk_norm": True},
+            fixed_fields={"qk_norm": True},
         ),
-        Family(
+        ModelFamily(
             "mixtral",
             "MixtralForCausalLM",
             names=(*_ENDS, *_ATTENTION, *_EXPERTS),
@@ -111,7 +111,7 @@ FAMILIES = {
     )
 }
 
-NEEDED = {
+REQUIRED_KEYS = {
     "vocab_size": "vocabulary",
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -122,7 +122,7 @@ NEEDED = {
 }
 """Keys that every configuration has, and the fields of a `Model` they become."""
 
-WITHOUT_EFFECT = frozenset(
+IGNORED_KEYS = frozenset(
     [
         "_name_or_path",
         "architectures",
@@ -148,11 +148,11 @@ WITHOUT_EFFECT = frozenset(
         "use_cache",
     ]
 )
-"""Keys that do not change what a model computes: tokens of the tokenizer, dtypes of the files, outputs to hand back."""
+"""Keys that do not change what a model computes: special tokens, dtypes of the files, which outputs to return."""
 
 
-def without_family(model: Model) -> str:
-    """The trait for which no covered family has a place; empty if there is none."""
+def unsupported_trait(model: Model) -> str:
+    """The trait that no supported family has; empty if there is none."""
     moe = model.moe
     traits = {
         f'norm = "{model.norm}"': model.norm != "rms",
@@ -163,8 +163,8 @@ def without_family(model: Model) -> str:
     }
     if moe is not None:
         traits |= {
-            "bias in a model of experts": model.bias or model.qkv_bias,
-            "qk_norm in a model of experts": model.qk_norm,
+            "bias in an MoE model": model.bias or model.qkv_bias,
+            "qk_norm in an MoE model": model.qk_norm,
             f"moe.shared = {moe.shared}": moe.shared > 0,
             f"moe.dense_layers = {moe.dense_layers}": moe.dense_layers > 0,
             f'moe.score = "{moe.score}"': moe.score != "softmax",
@@ -174,9 +174,9 @@ def without_family(model: Model) -> str:
     return next((trait for trait, has in traits.items() if has), "")
 
 
-def family_of(model: Model) -> Family | None:
-    """The family whose form a model has: the one it was imported from if that still fits, else by its traits."""
-    if without_family(model):
+def find_family(model: Model) -> ModelFamily | None:
+    """The family that a model is exported as: the one it was imported from if that still fits, else by its traits."""
+    if unsupported_trait(model):
         return None
     if model.moe is not None:
         return FAMILIES["mixtral"]

@@ -1,68 +1,102 @@
-"""The training loop: it names every stage, and nothing that matters hides elsewhere."""
+"""The training loop: every stage is named here, the collective ones too; nothing hides in a callback."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from danlu.comm.mesh import Mesh
+from danlu.comm.mesh import ParallelMesh
 from danlu.framework.build import ForwardBackward
-from danlu.framework.feed import Feed
-from danlu.framework.guard import Judge
-from danlu.framework.measures import even_experts, measure_step
+from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.optimizer import learning_rate
+from danlu.framework.stages import CheckpointStage, DataStage, EventSink, IgnoreEvents, MetricsStage, NoCheckpoints
 from danlu.framework.state import TrainState
-from danlu.parallel.norm import clip
-from danlu.spec.event import StepReport
+from danlu.framework.step_metrics import compute_step_metrics, update_router_biases
+from danlu.parallel.grad_norm import clip_grads_with_norm
+from danlu.spec.event import StepEvent
 from danlu.spec.recipe import Recipe
 
 
-def train(
-    recipe: Recipe,
-    state: TrainState,
-    forward_backward: ForwardBackward,
-    feed: Feed,
-    mesh: Mesh,
-    memory_peak: Callable[[], int],
-    report: Callable[[StepReport], None],
-    maybe_save: Callable[[TrainState, bool], None],
-    stop: Callable[[], bool],
-    settle: Callable[[], None] = lambda: None,
-) -> None:
+def _never() -> bool:
+    return False
+
+
+def _unknown_memory() -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class TrainStages:
+    """What the loop calls. What is left out does nothing: no checkpoints, no events, no request to stop."""
+
+    data: DataStage
+    forward_backward: ForwardBackward
+    checkpoints: CheckpointStage = field(default_factory=NoCheckpoints)
+    events: EventSink = field(default_factory=IgnoreEvents)
+    stop_requested: Callable[[], bool] = _never
+    """Whether this rank was asked to stop; all ranks stop after the same step."""
+    memory_peak: Callable[[], int] = _unknown_memory
+    """Largest memory of this rank so far, in bytes."""
+    compute_metrics: MetricsStage = compute_step_metrics
+    """Global loss, norm and stop request; a dry run has its own, because its tensors have no values to read."""
+
+
+class StepResult(NamedTuple):
+    """A step that was taken."""
+
+    event: StepEvent
+    stop_requested: bool
+    """Some rank was asked to stop, or gave up on its checkpoints."""
+
+
+def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> None:
     """Take steps until the recipe's are done or a rank is asked to stop.
 
-    All ranks see the same measures, so all of them decide alike. `maybe_save` is told when the last step was taken;
-    `settle` returns when nothing of the state is being copied any more, and it may change.
+    All ranks see the same metrics, so all of them decide alike.
     """
-    judge, stopping = Judge(), False
-    while state.step < recipe.steps and not stopping:
-        started = time.perf_counter()
-        tokens, targets = feed.at(state.cursor)
-        state.seed_step(mesh.data_index)  # ranks that share sequences draw the same random numbers
-        loss = forward_backward(tokens, targets)
-        step = measure_step(state, mesh, loss, memory_peak(), stop())
+    guard, last = NonFiniteGuard(), False
+    while state.step < recipe.steps and not last:
+        step = take_step(recipe, state, mesh, stages, guard)
+        stages.events.write(step.event)
+        guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
+        last = step.stop_requested or state.step == recipe.steps
 
-        rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
-        commit = judge.commit(step.loss, step.norm)
-        if commit:
-            clip(state.parameters(), step.norm, recipe.optimizer.clip)
-            settle()
-            state.update(rate)
-            even_experts(state)
-        state.advance(recipe.batch.sequences)
+        for warning in stages.data.pop_warnings():
+            stages.events.warn(warning)
+        was_due = stages.checkpoints.save_if_due(state, last)  # in the background; the last one is waited for
+        if was_due and not last:
+            stages.data.refresh(state.cursor)  # a broadcast: all ranks read appended data from the same sample on
 
-        report(
-            StepReport(
-                time=time.time(),
-                step=state.step,
-                loss=step.loss,
-                norm=step.norm,
-                learning_rate=rate,
-                tokens=recipe.batch.tokens,
-                seconds=time.perf_counter() - started,
-                memory=step.memory,
-                committed=commit,
-                imbalance=step.imbalance,
-            )
-        )
-        judge.check(step.loss, step.norm, state.step)
-        stopping = step.stop
-        maybe_save(state, stopping or state.step == recipe.steps)
+
+def take_step(
+    recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages, guard: NonFiniteGuard
+) -> StepResult:
+    """One optimizer step: the loop's, and the dry run's."""
+    started = time.perf_counter()
+    tokens, targets = stages.data.at(state.cursor)
+    state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
+    loss = stages.forward_backward(tokens, targets)
+    stop = stages.stop_requested() or stages.checkpoints.too_many_failures
+    metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
+
+    rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
+    accepted = guard.accept_step(metrics.loss, metrics.norm)
+    if accepted:
+        clip_grads_with_norm(state.parameters(), metrics.norm, recipe.optimizer.clip)
+        stages.checkpoints.wait_for_staging()  # a save may still be copying the tensors that now change
+        state.optimizer_step(rate)
+        update_router_biases(state.stage_modules)
+    state.next_step(recipe.batch.sequences)
+    event = StepEvent(
+        time=time.time(),
+        step=state.step,
+        loss=metrics.loss,
+        norm=metrics.norm,
+        learning_rate=rate,
+        tokens=recipe.batch.tokens,
+        seconds=time.perf_counter() - started,
+        memory=metrics.memory,
+        committed=accepted,
+        imbalance=metrics.imbalance,
+    )
+    return StepResult(event, metrics.stop_requested)

@@ -1,6 +1,6 @@
-"""Experts: a router, dropless dispatch, and two ways to keep the load even. Written for one device.
+"""Mixture of experts: a router, dropless dispatch, and two ways to balance the load. Written for one device.
 
-Shapes: T tokens, D width of the stream, E experts, N token copies (T × top_k), F hidden width of an expert.
+Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × top_k), F hidden width of an expert.
 """
 
 from typing import Any
@@ -14,22 +14,22 @@ from torch.distributed.tensor import DTensor
 from danlu.spec.model import Moe
 
 
-class AttachLoss(torch.autograd.Function):
+class AuxLossInjector(torch.autograd.Function):
     """Give `loss` a gradient of one without returning it.
 
-    The auxiliary loss of a layer deep inside a pipeline stage has no way to the end of the model;
-    hung on the stream that passes by, its gradient flows as if it had been added there.
+    The auxiliary loss of a layer inside a pipeline stage cannot be added to the loss at the end of the model;
+    attached to the hidden states, its gradient flows as if it had been added there.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        """Pass the stream on unchanged."""
+        """Return `x` unchanged."""
         ctx.loss_like = (loss.shape, loss.dtype, loss.device)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Hand the stream's gradient on, and one to the loss."""
+        """Pass the gradient of `x` on, and give the loss a gradient of one."""
         shape, dtype, device = ctx.loss_like
         return grads[0], torch.ones(shape, dtype=dtype, device=device)
 
@@ -48,18 +48,18 @@ class Router(nn.Module):
         # Tokens sent to each expert in this step. Recompute counts a token twice: only the proportions are used.
         self.register_buffer("load_E", torch.zeros(moe.experts), persistent=False)
         self.step_load_E: Tensor
-        """The same over all ranks, once a step is measured."""
+        """The same over all ranks, set once per step with the step metrics."""
         self.sequences_per_step = 1
         """Sequences of the global batch: the auxiliary loss is a mean over them."""
         self.sequence_group: dist.ProcessGroup | None = None
-        """Ranks that hold parts of the same sequences, if they are split."""
+        """Ranks that hold shards of the same sequences, if these are sharded."""
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen experts and their weights, both T × top_k, copies for every expert, and the auxiliary loss."""
         scores_BSE = self.gate(x_BSD).float()
         shares_BSE = scores_BSE.softmax(-1)
         scores_BSE = shares_BSE if self.moe.score == "softmax" else scores_BSE.sigmoid()
-        # The bias moves the choice, never the weight: balancing must not bend the gradient.
+        # The bias changes the choice, never the weight: balancing must not change the gradient.
         chosen = (scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
         weights = scores_BSE.gather(-1, chosen)
         if self.moe.normalise:
@@ -74,9 +74,9 @@ class Router(nn.Module):
         return chosen.flatten(0, 1), weights.flatten(0, 1), counts_E.long(), loss
 
     def _auxiliary_loss(self, shares_BSE: Tensor, counts_BE: Tensor) -> Tensor:
-        """Load times share of every expert, per sequence: linear over sequences, so no layout changes it.
+        """Load times mean probability of every expert, per sequence: linear over sequences, so no layout changes it.
 
-        A loss over whatever tokens happen to share a microbatch (the usual form) differs between layouts.
+        A loss over the tokens of a microbatch (the usual form) differs between layouts.
         """
         if self.moe.balance != "loss":
             return shares_BSE.new_zeros(())
@@ -89,21 +89,21 @@ class Router(nn.Module):
         share_BE = shares_BSE.sum(1) / length
         return (load_BE * share_BE).sum() * (self.moe.balance_rate / self.sequences_per_step)
 
-    def take_load(self) -> Tensor:
+    def pop_load(self) -> Tensor:
         """Tokens this rank sent to each expert since the last call."""
         load_E = self.load_E.clone()
         self.load_E.zero_()
         return load_E
 
     @torch.no_grad()
-    def even(self) -> None:
-        """Move the bias towards experts that got less than the mean in the last step, if that is the way to balance."""
+    def update_bias(self) -> None:
+        """With `balance = "bias"`, raise the bias of experts below the last step's mean load, and lower the others."""
         if self.moe.balance == "bias":
             self.bias_E += self.moe.balance_rate * torch.sign(self.step_load_E.mean() - self.step_load_E)
 
 
 class Experts(nn.Module):
-    """The feed-forward networks of all experts this rank holds, as stacked matrices."""
+    """The feed-forward networks of this rank's experts, as stacked matrices."""
 
     def __init__(self, width: int, moe: Moe, activation: str) -> None:
         super().__init__()
@@ -113,61 +113,61 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
-        # Taken apart at once: the gradient of one expert alone would be as large as that of all, mostly zeros.
-        up = _held(self.up).unbind()
-        gate = None if self.gate is None else _held(self.gate).unbind()
-        down = _held(self.down).unbind()
-        parts = []
+        # Unbound at once: the gradient of indexing one expert would be as large as that of all, mostly zeros.
+        up = _to_local(self.up).unbind()
+        gate = None if self.gate is None else _to_local(self.gate).unbind()
+        down = _to_local(self.down).unbind()
+        outputs = []
         for expert, x in enumerate(x_ND.split(counts)):
             hidden = x @ up[expert]
             hidden = F.gelu(hidden) if gate is None else F.silu(x @ gate[expert]) * hidden
-            parts.append(hidden @ down[expert])
-        return torch.cat(parts)
+            outputs.append(hidden @ down[expert])
+        return torch.cat(outputs)
 
 
-def _held(weight: Tensor) -> Tensor:
-    """The experts held here of a weight that may be spread over ranks."""
+def _to_local(weight: Tensor) -> Tensor:
+    """This rank's experts of a weight that may be sharded."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def spread_evenly(copies: int, experts: int) -> list[int]:
-    """Copies for every expert, as even as they go."""
-    share, rest = divmod(copies, experts)
-    return [share + (expert < rest) for expert in range(experts)]
+def balanced_counts(copies: int, experts: int) -> list[int]:
+    """Copies for every expert, as even as possible."""
+    even_count, rest = divmod(copies, experts)
+    return [even_count + (expert < rest) for expert in range(experts)]
 
 
-class LocalExchange(nn.Module):
-    """Bring token copies to their experts: all of them are here. The seam that expert parallelism replaces."""
+class LocalDispatcher(nn.Module):
+    """Passes token copies to their experts, which are all on this rank; expert parallelism replaces it."""
 
-    even = False
-    """Take the load for even instead of looking: a dry run's tensors have no values to look at."""
+    assume_balanced = False
+    """Take the load as even instead of reading it, since FakeTensors have no values."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would compile anew
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would recompile
     def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
-        """Token copies sorted by expert through their experts, back in the same order."""
-        return experts(x_ND, spread_evenly(len(x_ND), len(counts_E)) if self.even else counts_E.tolist())
+        """Apply the experts to token copies sorted by expert; the result is in the same order."""
+        return experts(x_ND, balanced_counts(len(x_ND), len(counts_E)) if self.assume_balanced else counts_E.tolist())
 
 
 class MoeLayer(nn.Module):
-    """A feed-forward layer of routed experts, beside shared ones if there are any. No token is dropped."""
+    """A feed-forward layer of routed experts, plus shared ones if there are any. No token is dropped."""
 
     def __init__(self, width: int, moe: Moe, activation: str, shared: nn.Module | None) -> None:
         super().__init__()
         self.top_k = moe.top_k
         self.router = Router(width, moe)
-        self.exchange: nn.Module = LocalExchange()
+        self.dispatcher: nn.Module = LocalDispatcher()
         self.experts = Experts(width, moe, activation)
         self.shared = shared
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Send every token to its experts and add up what they answer."""
+        """Send every token to its experts and sum their weighted outputs."""
         chosen, weights, counts_E, loss = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         order_N = chosen.flatten().argsort(stable=True)
-        y_ND = self.exchange(x_TD[order_N // self.top_k], counts_E, self.experts)
+        y_ND = self.dispatcher(x_TD[order_N // self.top_k], counts_E, self.experts)
         back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
         y_TKD = y_ND[back_N].unflatten(0, (-1, self.top_k))
         y_BSD = (y_TKD * weights.unsqueeze(-1).type_as(y_TKD)).sum(1).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
-        return AttachLoss.apply(y_BSD.type_as(x_BSD), loss)
+        return AuxLossInjector.apply(y_BSD.type_as(x_BSD), loss)

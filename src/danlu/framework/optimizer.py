@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from danlu.spec.recipe import Optimizer, Schedule
+from danlu.spec.recipe import LRSchedule, OptimizerConfig
 
 
-def build_optimizer(parts: Iterable[nn.Module], recipe: Optimizer) -> torch.optim.AdamW:
-    """AdamW over the parameters of this rank; weight decay spares vectors."""
+def build_optimizer(stage_modules: Iterable[nn.Module], recipe: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters of this rank; no weight decay for vectors."""
     return torch.optim.AdamW(
-        parameter_groups(parts, recipe.weight_decay),
+        param_groups(stage_modules, recipe.weight_decay),
         lr=recipe.learning_rate,
         betas=(recipe.beta1, recipe.beta2),
         eps=recipe.epsilon,
@@ -23,14 +23,14 @@ def build_optimizer(parts: Iterable[nn.Module], recipe: Optimizer) -> torch.opti
     )
 
 
-def parameter_groups(parts: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimiser: weight decay for matrices, and none for vectors (norms and biases).
+def param_groups(stage_modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weight decay for matrices, and none for vectors (norms and biases).
 
-    Parameters are grouped by mesh as well: fused kernels take tensors of one mesh at a time.
+    Parameters are grouped by mesh as well: fused kernels need tensors of one mesh.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
-    for part in parts:
-        for parameter in part.parameters():
+    for stage_module in stage_modules:
+        for parameter in stage_module.parameters():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     return [
@@ -39,12 +39,12 @@ def parameter_groups(parts: Iterable[nn.Module], weight_decay: float) -> list[di
     ]
 
 
-def learning_rate(step: int, steps: int, optimizer: Optimizer, schedule: Schedule) -> float:
-    """Learning rate of step `step` (from 0) of `steps`: a pure function, so a resumed run needs no state of it."""
+def learning_rate(step: int, steps: int, optimizer: OptimizerConfig, schedule: LRSchedule) -> float:
+    """Learning rate of step `step` (from 0) of `steps`: a pure function, so a resumed run needs no state for it."""
     return optimizer.learning_rate * _factor(step, steps, schedule)
 
 
-def _factor(step: int, steps: int, schedule: Schedule) -> float:
+def _factor(step: int, steps: int, schedule: LRSchedule) -> float:
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
     if schedule.kind == "constant":

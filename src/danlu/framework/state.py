@@ -1,76 +1,83 @@
 """The state of a training run as one value."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from danlu.framework.layer_seeds import LayerSeeds, hash_seed
+
 
 @dataclass
 class TrainState:
-    """Everything a run needs to go on: what this rank holds of it, under global names.
+    """Everything a run needs to continue: this rank's shards, under global names.
 
     The learning rate, the order of the data and the random numbers of a step are pure functions of
-    seed and step, so they have no state of their own.
+    seed and step, so they need no state.
     """
 
-    parts: list[nn.Module]
+    stage_modules: list[nn.Module]
     optimizer: torch.optim.Optimizer
     seed: int
     step: int = 0
     cursor: int = 0
     """Index of the next sample."""
+    layer_seeds: list[LayerSeeds] = field(default_factory=list)
+    """Seeds of the layers that may draw random numbers."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter this rank holds a piece of, by global name."""
-        for part in self.parts:
-            yield from part.named_parameters()
+        """Every parameter that this rank holds a shard of, by global name."""
+        for stage_module in self.stage_modules:
+            yield from stage_module.named_parameters()
 
     def parameters(self) -> list[nn.Parameter]:
         """The same, without names."""
         return [parameter for _, parameter in self.named_parameters()]
 
-    def seed_step(self, rank: int) -> None:
-        """Start the random numbers of this step: the same after a resume as without one."""
-        digest = hashlib.blake2b(f"{self.seed}/{self.step}/{rank}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    def seed_step(self, data_index: int) -> None:
+        """Seed the random numbers of this step: the same after a resume as without one.
 
-    def update(self, learning_rate: float) -> None:
-        """Let the optimiser move the parameters along their gradients."""
+        Ranks that hold shards of the same sequences have one `data_index`, and draw the same.
+        """
+        torch.manual_seed(hash_seed(self.seed, self.step, data_index))
+        for seeds in self.layer_seeds:
+            seeds.begin_step(self.seed, self.step, data_index)
+
+    def optimizer_step(self, learning_rate: float) -> None:
+        """Take an optimizer step."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
 
-    def advance(self, samples: int) -> None:
-        """Go on to the next step, whether or not this one moved the parameters."""
+    def next_step(self, samples: int) -> None:
+        """Advance to the next step, whether or not this one was applied."""
         self.optimizer.zero_grad()
         self.step += 1
         self.cursor += samples
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state by global name, the optimiser's included (made first if it has none yet)."""
+        """Every tensor of the state by global name, the optimizer's included (created first if it has none yet)."""
         if not self.optimizer.state:
             self._prime_optimizer()
         tensors: dict[str, Tensor] = {}
-        for part in self.parts:
-            tensors |= {f"model.{name}": tensor for name, tensor in part.state_dict().items()}
+        for stage_module in self.stage_modules:
+            tensors |= {f"model.{name}": tensor for name, tensor in stage_module.state_dict().items()}
         moved = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.named_parameters():
             state = self.optimizer.state.get(parameter, {})
             if not state and parameter in moved and self.optimizer.state:
-                raise RuntimeError(f"parameter {name} must have optimiser state to be saved, but has none")
+                raise RuntimeError(f"parameter {name} must have optimizer state to be saved, but has none")
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
         return tensors
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of the state."""
+        """The scalars of the state."""
         return {"step": self.step, "cursor": self.cursor, "seed": self.seed}
 
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        """Take over the scalars of a checkpoint whose tensors have been read; its data order must be this run's."""
+    def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Restore the scalars of a checkpoint whose tensors have been read; its data order must be this run's."""
         if scalars["seed"] != self.seed:
             raise ValueError(
                 f"`seed` must be that of the checkpoint ({scalars['seed']}), but is {self.seed} instead: "
@@ -79,7 +86,7 @@ class TrainState:
         self.step, self.cursor = scalars["step"], scalars["cursor"]
 
     def _prime_optimizer(self) -> None:
-        """Let the optimiser make its state with a step of zero length, so that a checkpoint can be read into it."""
+        """Make the optimizer create its state with a step of zero length, so that a checkpoint can be read into it."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0

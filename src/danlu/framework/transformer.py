@@ -1,7 +1,7 @@
-"""The decoder transformer, written for one device. Placement is data beside it, in `placements.py`.
+"""The decoder transformer, written for one device. Parallelism is data beside it, in `decoder_parallelism.py`.
 
-Shapes: B sequences, S tokens of each, D width of the stream, H heads, K key-value heads, W width of a head.
-Where a rank holds only a part of the heads or of the sequence the same code runs on the part.
+Shapes: B sequences, S tokens of each, D width of the hidden states, H heads, K key-value heads, W width of a head.
+Where heads or sequence are sharded, the same code runs on the shard.
 """
 
 import math
@@ -15,22 +15,22 @@ from danlu.framework.moe import MoeLayer
 from danlu.spec.model import Model, RopeScaling
 
 
-def frequencies(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """How far each pair of a head's features turns from one position to the next, in fp32."""
+def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Rotation of each pair of a head's features from one position to the next, in fp32."""
     pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    # The reciprocal of a power, not a negative power: published models are computed so, and the last bit differs.
+    # The reciprocal of a power, not a negative power: published models do this, and the last bit differs.
     plain = 1.0 / theta ** (pairs / width)
     if scaling is None:
         return plain
-    turns = plain * (scaling.original / math.tau)  # within the positions the model was first trained at
+    turns = plain * (scaling.original / math.tau)  # within the original context length
     keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return plain * keep + plain / scaling.factor * (1 - keep)
 
 
-def rotate(x_BSHW: Tensor, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Turn pairs of features by an angle that grows with the position (rotary embedding), in fp32."""
+def apply_rope(x_BSHW: Tensor, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Rotate pairs of features by an angle proportional to the position (rotary embedding), in fp32."""
     length, width = x_BSHW.shape[1], x_BSHW.shape[3]
-    turn_W = frequencies(width, theta, scaling, x_BSHW.device)
+    turn_W = rope_frequencies(width, theta, scaling, x_BSHW.device)
     angle_SW = torch.outer(torch.arange(length, device=x_BSHW.device), turn_W)
     cos, sin = angle_SW.cos()[:, None], angle_SW.sin()[:, None]
     first, second = x_BSHW.float().chunk(2, dim=-1)
@@ -44,8 +44,8 @@ def _norm(model: Model) -> nn.Module:
     return nn.LayerNorm(model.width, eps=model.norm_epsilon)
 
 
-class AttentionCore(nn.Module):
-    """Causal attention over whole sequences; the seam that context parallelism wraps."""
+class CoreAttention(nn.Module):
+    """Causal attention over full sequences; context parallelism wraps it."""
 
     def __init__(self, theta: float | None, scaling: RopeScaling | None = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class AttentionCore(nn.Module):
     def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor) -> Tensor:
         """Attend; the result has the shape of `q_BSHW`."""
         if self.theta is not None:
-            q_BSHW, k_BSKW = (rotate(x, self.theta, self.scaling) for x in (q_BSHW, k_BSKW))
+            q_BSHW, k_BSKW = (apply_rope(x, self.theta, self.scaling) for x in (q_BSHW, k_BSKW))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
@@ -66,15 +66,15 @@ class Attention(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.head = model.head
+        self.head = model.head_dim
         bias = model.bias or model.qkv_bias
-        self.q = nn.Linear(model.width, model.heads * model.head, bias=bias)
-        self.k = nn.Linear(model.width, model.key_value_heads * model.head, bias=bias)
-        self.v = nn.Linear(model.width, model.key_value_heads * model.head, bias=bias)
-        self.q_norm = nn.RMSNorm(model.head, eps=model.norm_epsilon) if model.qk_norm else None
-        self.k_norm = nn.RMSNorm(model.head, eps=model.norm_epsilon) if model.qk_norm else None
-        self.core = AttentionCore(model.rope_theta if model.position == "rope" else None, model.rope_scaling)
-        self.o = nn.Linear(model.heads * model.head, model.width, bias=model.bias)
+        self.q = nn.Linear(model.width, model.heads * model.head_dim, bias=bias)
+        self.k = nn.Linear(model.width, model.num_kv_heads * model.head_dim, bias=bias)
+        self.v = nn.Linear(model.width, model.num_kv_heads * model.head_dim, bias=bias)
+        self.q_norm = nn.RMSNorm(model.head_dim, eps=model.norm_epsilon) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(model.head_dim, eps=model.norm_epsilon) if model.qk_norm else None
+        self.core = CoreAttention(model.rope_theta if model.position == "rope" else None, model.rope_scaling)
+        self.o = nn.Linear(model.heads * model.head_dim, model.width, bias=model.bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Mix information between positions."""
@@ -94,14 +94,14 @@ class Mlp(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Transform every position on its own."""
+        """Transform every position independently."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BSD)))
         return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward network or experts, each behind its norm."""
+    """One pre-norm layer: attention, then a feed-forward network or experts."""
 
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
@@ -115,15 +115,15 @@ class Block(nn.Module):
             shared = Mlp(model.width, moe.shared * moe.width, model.activation, bias=False) if moe.shared else None
             self.mlp = MoeLayer(model.width, moe, model.activation, shared)
         else:
-            self.mlp = Mlp(model.width, model.mlp, model.activation, model.bias)
+            self.mlp = Mlp(model.width, model.mlp_dim, model.activation, model.bias)
 
-    def attend(self, x_BSD: Tensor) -> Tensor:
-        """Add what attention found to the stream."""
+    def attention_residual(self, x_BSD: Tensor) -> Tensor:
+        """Attention with its residual connection."""
         return x_BSD + self.attention(self.attention_norm(x_BSD))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Add what this layer found to the stream."""
-        x_BSD = self.attend(x_BSD)
+        """Attention and feed-forward network, each with its residual connection."""
+        x_BSD = self.attention_residual(x_BSD)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
 
@@ -134,21 +134,21 @@ class Embed(nn.Module):
         super().__init__()
         self.token = nn.Embedding(model.vocabulary, model.width)
         self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
-        self.part = 0
-        """Which part of the sequence the tokens are, where a rank is given one of several."""
+        self.cp_rank = 0
+        """Index of this rank's shard of the sequence."""
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Look up every token, and its place if places are learned."""
+        """Look up every token, and its position if positions are learned."""
         x_BSD = self.token(tokens_BS)
         if self.position is None:
             return x_BSD
         length = tokens_BS.shape[1]
-        places_1S = torch.arange(self.part * length, (self.part + 1) * length, device=tokens_BS.device)[None]
-        return x_BSD + self.position(places_1S)
+        positions_1S = torch.arange(self.cp_rank * length, (self.cp_rank + 1) * length, device=tokens_BS.device)[None]
+        return x_BSD + self.position(positions_1S)
 
 
 class Head(nn.Module):
-    """The final norm and the scores of every token of the vocabulary."""
+    """The final norm and the output projection."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class Head(nn.Module):
         self.score = nn.Linear(model.width, model.vocabulary, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Score every token of the vocabulary at every position."""
+        """Logits over the vocabulary at every position."""
         return self.score(self.norm(x_BSD))
 
 
 class Decoder(nn.Module):
-    """A decoder, or the consecutive layers of it that one pipeline stage holds.
+    """A decoder, or the consecutive layers thereof of one pipeline stage.
 
-    Parameters carry their global names (`blocks.7.…`) whatever the stage, so that checkpoints do
+    Parameters have their global names (`blocks.7.…`) whatever the stage, so that checkpoints do
     not depend on the layout.
     """
 
@@ -177,15 +177,15 @@ class Decoder(nn.Module):
         )
         self.head = Head(model) if last else None
         self.tied = model.tied
-        self.tie()
+        self.tie_weights()
 
-    def tie(self) -> None:
-        """Let the head use the embedding's table, if the model is tied; again after parameters were replaced."""
+    def tie_weights(self) -> None:
+        """Tie the head to the embedding, if the model is tied; call it again after parameters were replaced."""
         if self.tied and self.embed is not None and self.head is not None:
             self.head.score.weight = self.embed.token.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (or the stream of the stage before) in; scores (or the stream for the next stage) out."""
+        """Tokens (or hidden states of the previous stage) to logits (or hidden states for the next stage)."""
         if self.embed is not None:
             x = self.embed(x)
         for block in self.blocks.values():

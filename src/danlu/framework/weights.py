@@ -1,4 +1,4 @@
-"""Weights from files into a model that may be spread over ranks: each rank reads its own slices."""
+"""Load weights from files into a model at any layout: each rank reads its own shards."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,52 +6,54 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from danlu.framework.own.factory import make_empty
+from danlu.framework.custom.construct import build_meta_module
 from danlu.framework.transformer import Decoder
-from danlu.parallel.shard import held_slice
+from danlu.parallel.fsdp import local_shard
+from danlu.spec.custom_model import CustomModel
 from danlu.spec.model import Model
-from danlu.spec.own_model import OwnModel
 from danlu.spec.problem import SpecError
-from danlu.storage.weights import Weights
+from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
 
-STEM = "weights"
-"""How the files of weights under Danlu's own names begin."""
-OWN_STEM = "model"
-"""How the files of a published model begin, whose names are those of its own module."""
+WEIGHTS_FILE_PREFIX = "weights"
+"""Prefix of weight files with Danlu's parameter names."""
+HF_FILE_PREFIX = "model"
+"""Prefix of the files of a published model, with the parameter names of its module."""
 
 
-def empty_model(model: Model | OwnModel) -> nn.Module:
-    """The whole model with parameters that take no memory."""
-    if isinstance(model, OwnModel):
-        return make_empty(model)
+def meta_model(model: Model | CustomModel) -> nn.Module:
+    """The full model on the meta device."""
+    if isinstance(model, CustomModel):
+        return build_meta_module(model)
     with torch.device("meta"):
         return Decoder(model)
 
 
-def parameter_shapes(model: Model | OwnModel) -> dict[str, torch.Size]:
-    """Global name and shape of every parameter of a model; a tied head is its embedding."""
-    return {name: parameter.shape for name, parameter in empty_model(model).named_parameters()}
+def parameter_shapes(model: Model | CustomModel) -> dict[str, torch.Size]:
+    """Global name and shape of every parameter of a model; a tied head is omitted."""
+    return {name: parameter.shape for name, parameter in meta_model(model).named_parameters()}
 
 
-def open_weights(folder: Path, model: Model | OwnModel) -> Weights:
-    """The weights in `folder`; names and shapes that are not the model's raise `SpecError`."""
-    weights = Weights(folder, OWN_STEM if isinstance(model, OwnModel) else STEM)
-    named = empty_model(model).state_dict() if isinstance(model, OwnModel) else {}  # buffers, and second names
-    if problems := weights.differences(parameter_shapes(model), ignored=lambda name: name in named):
+def open_weights(folder: Path, model: Model | CustomModel) -> SafetensorsReader:
+    """The weights in `folder`; names or shapes that are not the model's raise `SpecError`."""
+    weights = SafetensorsReader(folder, HF_FILE_PREFIX if isinstance(model, CustomModel) else WEIGHTS_FILE_PREFIX)
+    named = (
+        meta_model(model).state_dict() if isinstance(model, CustomModel) else {}
+    )  # buffers, and second names of tied parameters
+    if problems := weights.find_mismatches(parameter_shapes(model), ignored=lambda name: name in named):
         raise SpecError(problems)
     return weights
 
 
 @torch.no_grad()
-def load_weights(parts: Iterable[nn.Module], model: Model | OwnModel, folder: Path) -> None:
-    """Fill the parameters this rank holds; of a parameter that is spread over ranks only its own slice is read."""
+def load_weights(stage_modules: Iterable[nn.Module], model: Model | CustomModel, folder: Path) -> None:
+    """Fill this rank's parameters; of a sharded parameter only this rank's shard is read."""
     weights = open_weights(folder, model)
     stored = set(weights.names)
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            local, offset = held_slice(parameter)
+    for stage_module in stage_modules:
+        for name, parameter in stage_module.named_parameters():
+            local, offset = local_shard(parameter)
             if local.numel():
                 local.copy_(weights.read(name, offset, local.shape))
-        for name, buffer in part.named_buffers():
+        for name, buffer in stage_module.named_buffers():
             if name in stored:
                 buffer.copy_(weights.read(name))

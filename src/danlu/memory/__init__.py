@@ -1,1 +1,1 @@
-"""Bytes: what to keep, and what to compute again."""
+"""Activation memory: what to keep, and what to recompute."""

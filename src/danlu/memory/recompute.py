@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass instead of being kept."""
+"""Activation recomputation (checkpointing): recompute in the backward pass instead of keeping."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-COSTLY = frozenset(
+SAVED_OPS = frozenset(
     {
         _aten.mm.default,
         _aten.bmm.default,
@@ -32,24 +32,24 @@ COSTLY = frozenset(
 """What `selective` keeps: matrix products, attention, and results that came over the network."""
 
 
-class Region(NamedTuple):
+class RecomputeRegion(NamedTuple):
     """A method of a module whose inner activations are not kept."""
 
     module: nn.Module
     method: str = "forward"
-    draws: bool = False
-    """Whether it may draw random numbers, which must be the same the second time."""
+    uses_rng: bool = False
+    """Whether it may draw random numbers, which must be the same in the recomputation."""
 
 
-def apply_recompute(regions: Iterable[Region], mode: Literal["selective", "full"]) -> None:
+def apply_recompute(regions: Iterable[RecomputeRegion], mode: Literal["selective", "full"]) -> None:
     """Wrap every region; names of parameters stay as they are."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    for module, method, draws in regions:
-        forward = partial(checkpoint, getattr(module, method), preserve_rng_state=draws, **options)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
+    for module, method, uses_rng in regions:
+        forward = partial(checkpoint, getattr(module, method), preserve_rng_state=uses_rng, **options)
         setattr(module, method, forward)
 
 
-def _keep_costly(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

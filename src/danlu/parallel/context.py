@@ -1,7 +1,7 @@
-"""Context parallelism: the ranks of `cp` share every sequence (DeepSpeed-Ulysses' exchange, our own code).
+"""Context parallelism: every sequence is sharded over the ranks of `cp` (the exchange of DeepSpeed-Ulysses).
 
-Outside attention a rank holds S/cp consecutive positions of all its heads. Attention needs whole
-sequences, so heads are exchanged against positions: one all-to-all on the way in, one on the way out.
+Outside attention a rank holds S/cp consecutive positions of all its heads. Attention needs full
+sequences, so heads are exchanged for positions: one all-to-all before it, one after it.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from danlu.torch_compat import all_to_all_single_autograd
 
 
-class ExchangedCore(nn.Module):
-    """An attention core that sees whole sequences for a share of the heads.
+class UlyssesAttention(nn.Module):
+    """An attention core that gets full sequences for some of the heads.
 
     Shapes: B sequences, S positions held (S·cp in all), H heads, W width of a head, C ranks of `cp`.
     """
@@ -28,26 +29,26 @@ class ExchangedCore(nn.Module):
         ranks = self.group.size()
         heads, kv_heads = q_BSHW.shape[2], k_BSKW.shape[2]
         if kv_heads % ranks:
-            # Too few key-value heads to give every rank its own: repeat them up to one a rank.
+            # Fewer key-value heads than ranks: repeat them up to one per rank.
             if ranks % kv_heads:
                 raise ValueError(f"{kv_heads} key-value heads must divide the {ranks} ranks of cp or be their multiple")
             repeats = ranks // kv_heads
             k_BSKW, v_BSKW = (x.repeat_interleave(repeats, dim=2) for x in (k_BSKW, v_BSKW))
-        # One exchange for the three: per destination, its share of q, k and v heads side by side.
+        # One exchange for all three: for each destination, its q, k and v heads side by side.
         qkv = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q_BSHW, k_BSKW, v_BSKW)], dim=3)
-        whole = self._exchange(qkv.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
+        full = self._exchange(qkv.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
         sizes = [heads // ranks, k_BSKW.shape[2] // ranks, v_BSKW.shape[2] // ranks]
-        attended = self.core(*whole.split(sizes, dim=2))
+        attended = self.core(*full.split(sizes, dim=2))
         back = self._exchange(attended.unflatten(1, (ranks, -1)).movedim(1, 0))
         return back.movedim(0, 2).flatten(2, 3)
 
     def _exchange(self, x_C: Tensor) -> Tensor:
-        """Send x_C[r] to rank r; what rank r sent stands at [r]."""
+        """Send x_C[r] to rank r; what rank r sent is at [r]."""
         x_C = x_C.contiguous()
         return all_to_all_single_autograd(x_C, None, None, self.group).view_as(x_C)
 
 
 def apply_cp(attentions: Iterable[nn.Module], group: ProcessGroup) -> None:
-    """Let every attention module's `core` see whole sequences."""
+    """Wrap every attention module's `core` to get full sequences."""
     for attention in attentions:
-        attention.core = ExchangedCore(attention.get_submodule("core"), group)
+        attention.core = UlyssesAttention(attention.get_submodule("core"), group)

@@ -1,4 +1,4 @@
-"""Cross-entropy over scores that may be split by the vocabulary."""
+"""Cross-entropy of logits that may be sharded by the vocabulary."""
 
 from typing import Any
 
@@ -9,35 +9,35 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def cross_entropy_sum(scores_BSV: Tensor, targets_BS: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of the cross-entropy over all positions, in fp32; with a group, `scores_BSV` holds a rank's share of V."""
-    scores, targets = scores_BSV.flatten(0, 1).float(), targets_BS.flatten()
+def cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum of the cross-entropy over all positions, in fp32; with a group, `logits_BSV` is a rank's shard of V."""
+    logits, targets = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
     if group is None:
-        return F.cross_entropy(scores, targets, reduction="sum")
-    return _SplitCrossEntropy.apply(scores, targets, group)
+        return F.cross_entropy(logits, targets, reduction="sum")
+    return _VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Two small all-reduces instead of gathering the scores: they are the largest activation of a model.
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Two small all-reduces instead of gathering the logits, the largest activation of a model.
 
-    torch's `loss_parallel` does the same behind a context manager that must be open during backward,
+    torch's `loss_parallel` does the same in a context manager that must be active during backward,
     which a pipeline schedule runs elsewhere.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores_NV: Tensor, targets_N: Tensor, group: ProcessGroup) -> Tensor:
-        width = scores_NV.shape[1]
-        top_N = scores_NV.amax(1)
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: ProcessGroup) -> Tensor:
+        width = logits_NV.shape[1]
+        top_N = logits_NV.amax(1)
         dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
-        exp_NV = (scores_NV - top_N[:, None]).exp_()
+        exp_NV = (logits_NV - top_N[:, None]).exp_()
         local_N = targets_N - group.rank() * width
         held_N = (local_N >= 0) & (local_N < width)
         local_N = local_N.clamp(0, width - 1)
-        target_N = torch.where(held_N, scores_NV.gather(1, local_N[:, None])[:, 0] - top_N, 0.0)
+        target_N = torch.where(held_N, logits_NV.gather(1, local_N[:, None])[:, 0] - top_N, 0.0)
         sums_2N = torch.stack((exp_NV.sum(1), target_N))
         dist.all_reduce(sums_2N, group=group)
         total_N, target_N = sums_2N
-        # The gradient in place of the shares: share of every token, less one for the target.
+        # The gradient overwrites the exponentials: the softmax, minus one at the target.
         gradient_NV = exp_NV.div_(total_N[:, None])
         gradient_NV.scatter_add_(1, local_N[:, None], -held_N[:, None].to(gradient_NV.dtype))
         ctx.save_for_backward(gradient_NV)

@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism: every matrix over the ranks of `tp`, the stream split by sequence."""
+"""Tensor parallelism with sequence parallelism: matrices sharded over `tp`, hidden states sharded by sequence."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,40 +17,40 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from danlu.parallel.shard import allow_view
+from danlu.parallel.fsdp import silence_view_warning
 
-Style = Literal[
+TPStyle = Literal[
     "sequence",
     "heads",
     "gather",
     "column",
     "row",
     "vocabulary",
-    "scores",
-    "row whole",
-    "table whole",
+    "logits",
+    "row replicated",
+    "table replicated",
     "column gathered",
 ]
-"""What a module does with the sequence-split stream:
+"""What a module does with hidden states that are sharded by sequence:
 
-- sequence: works on each position alone, so keeps whole parameters and its part of the sequence (norms, routers)
-- heads: works on each head alone, so keeps whole parameters and its part of the heads (norms of queries and keys)
-- gather: wants the whole sequence, collected once for all its inner matrices
-- column, row: a matrix split by outputs, and the one after it split by inputs whose result is summed and split again
-- vocabulary: a table split by rows
-- scores: the output matrix, split by the vocabulary; its result stays split
+- sequence: works on each position alone, so its parameters are replicated and its sequence is sharded (norms, routers)
+- heads: works on each head alone, so its parameters are replicated and the heads sharded (norms of queries and keys)
+- gather: needs the full sequence, gathered once for all its inner matrices
+- column, row: a matrix sharded by outputs, and the next one sharded by inputs, its result reduce-scattered by sequence
+- vocabulary: a table sharded by rows
+- logits: the output matrix, sharded by the vocabulary; its result stays sharded
 
-Where the stream is not split, but whole on every rank (models that know nothing of it):
+Where hidden states are replicated (custom models):
 
-- row whole, table whole: the same as row and vocabulary, but the sum is whole on every rank
-- column gathered: split by outputs, which are collected again
+- row replicated, table replicated: the same as row and vocabulary, but the sum is replicated on every rank
+- column gathered: sharded by outputs, which are gathered again
 """
 
 
-class TableParallel(ParallelStyle):
-    """A table split by rows: every rank looks up the rows it holds, and the sum over ranks is laid out as asked.
+class VocabParallel(ParallelStyle):
+    """A table sharded by rows: every rank looks up the rows it holds, and the sum over ranks gets placement `output`.
 
-    torch's own style makes the gradient of the whole table on every rank, and a pipeline or FSDP adds that up over
+    torch's style makes the gradient of the full table on every rank, and a pipeline or FSDP accumulates that over
     microbatches in fp32: for 128,256 rows of 8,192 over 8 ranks 4.2 GB instead of 0.5 GB.
     """
 
@@ -59,9 +59,9 @@ class TableParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Embedding):
-            raise TypeError(f"a table split by rows must be an embedding, but is {type(module).__name__} instead")
-        whole = module.weight
-        module.weight = nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(0)]), whole.requires_grad)
+            raise TypeError(f"a table sharded by rows must be an nn.Embedding, but is {type(module).__name__} instead")
+        weight = module.weight
+        module.weight = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(0)]), weight.requires_grad)
         module.forward = partial(self._look_up, module, device_mesh)  # type: ignore[method-assign]
         return module
 
@@ -75,7 +75,7 @@ class TableParallel(ParallelStyle):
         return DTensor.from_local(found, mesh, [Partial()]).redistribute(placements=[self.output]).to_local()
 
 
-def _style(style: Style) -> ParallelStyle:
+def _style(style: TPStyle) -> ParallelStyle:
     match style:
         case "sequence":
             return SequenceParallel(use_local_output=True)
@@ -88,34 +88,34 @@ def _style(style: Style) -> ParallelStyle:
         case "row":
             return RowwiseParallel(output_layouts=Shard(1))
         case "vocabulary":
-            return TableParallel(Shard(1))
-        case "scores":
+            return VocabParallel(Shard(1))
+        case "logits":
             return ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
-        case "row whole":
+        case "row replicated":
             return RowwiseParallel()
-        case "table whole":
-            return TableParallel(Replicate())
+        case "table replicated":
+            return VocabParallel(Replicate())
         case "column gathered":
             return ColwiseParallel(output_layouts=Replicate())
 
 
-def apply_tp(part: nn.Module, placements: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Split the named modules of `part` over `mesh`; a name the part does not have is an error."""
-    modules = dict(part.named_modules())
+def apply_tp(stage_module: nn.Module, placements: Mapping[str, TPStyle], mesh: DeviceMesh) -> None:
+    """Shard the named modules of `stage_module` over `mesh`; an unknown name is an error."""
+    modules = dict(stage_module.named_modules())
     for name, style in placements.items():
         if name not in modules:
-            raise KeyError(f"placement {name!r} ({style}) names no module of {type(part).__name__}")
+            raise KeyError(f"{name!r} (TP style {style!r}) is no module of {type(stage_module).__name__}")
         parallelize_module(modules[name], mesh, _style(style))
-        if style in ("vocabulary", "table whole"):
-            copy_output(modules[name])
-        if style == "scores":
-            allow_view(part, name)
+        if style in ("vocabulary", "table replicated"):
+            clone_output(modules[name])
+        if style == "logits":
+            silence_view_warning(stage_module, name)
 
 
-def copy_output(module: nn.Module) -> None:
-    """Let a split module return a copy.
+def clone_output(module: nn.Module) -> None:
+    """Make a sharded module return a copy.
 
-    The local part of a DTensor is a view. Where FSDP gets a view from a module and a compiled block takes it, the
+    The local tensor of a DTensor is a view. Where an FSDP module returns a view and a compiled block takes it, the
     module's gradient is silently zero (PyTorch 2.13); a copy of one activation costs little.
     """
     module.register_forward_hook(lambda module, inputs, output: output.clone())

@@ -1,6 +1,16 @@
-"""Which layout, how fast, how many bytes, and why not the others: answered before anything starts. No torch."""
+"""Finds the fastest layout that fits, with its time and memory, and why other layouts lose. No torch."""
 
-from danlu.planner.question import Limits, Question, QuestionError, limits
-from danlu.planner.search import Answer, Choice, exhaustive, price, search
+from danlu.planner.request import PlanRequest, PlanRequestError, SearchConstraints, parse_constraints
+from danlu.planner.search import PricedPlan, SearchResult, price_plan, search, search_exhaustively
 
-__all__ = ["Answer", "Choice", "Limits", "Question", "QuestionError", "exhaustive", "limits", "price", "search"]
+__all__ = [
+    "PlanRequest",
+    "PlanRequestError",
+    "PricedPlan",
+    "SearchConstraints",
+    "SearchResult",
+    "parse_constraints",
+    "price_plan",
+    "search",
+    "search_exhaustively",
+]

@@ -1,59 +1,59 @@
-"""Why this layout: where its time goes, which level of the network holds it back, what speaks against others."""
+"""Explains a layout: where its time goes, which network level is its bottleneck, why its neighbors lose."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from danlu.planner.places import Places
-from danlu.planner.pricing import Pricing
-from danlu.planner.question import RECOMPUTES, SCHEDULES, Question
-from danlu.planner.search import Choice
-from danlu.planner.space import Candidate, Space, Split, Work
+from danlu.planner.mesh_placement import PlacementEnumerator
+from danlu.planner.pricing import PlanPricer
+from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
+from danlu.planner.search import PricedPlan
+from danlu.planner.search_space import Candidate, DataKnobs, ScheduleKnobs, SearchSpace
 from danlu.spec.plan import LOOPED_SCHEDULES
 
-PARTS = {
-    "linear": "matrix products",
+PART_LABELS = {
+    "linear": "matmuls",
     "attention": "attention",
     "elementwise": "norms, activations, residuals",
     "head": "embedding, head and loss",
-    "recompute": "computed again",
-    "waiting": "waiting for the host",
-    "accumulate": "adding up gradients",
+    "recompute": "recompute",
+    "waiting": "kernel launch wait",
+    "accumulate": "gradient accumulation",
     "tensor": "tensor parallelism (tp)",
     "context": "context parallelism (cp)",
     "expert": "experts (ep)",
-    "gather": "gathers and scatters of states (shard)",
+    "gather": "FSDP all-gather/reduce-scatter (shard)",
     "gradients": "gradients of replicas (replicate)",
     "parameters": "parameters to replicas (replicate)",
     "transfer": "between stages (pp)",
-    "bubble": "bubble of the pipeline",
-    "optimizer": "optimiser",
-    "stragglers": "waiting for the slowest chip",
-    "other": "outside the model",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "stragglers": "stragglers",
+    "other": "other (batch, loss, logging)",
 }
-"""Parts of a step in words, in the order they are shown."""
-TRAFFIC = ("tensor", "context", "expert", "gather", "gradients", "parameters", "transfer")
+"""Labels of the parts of a step, in display order."""
+COMMUNICATION_PARTS = ("tensor", "context", "expert", "gather", "gradients", "parameters", "transfer")
 """Parts that are exposed communication."""
-NOTHING = 0.005
-"""Share of a step below which a level does not hold it back."""
+NEGLIGIBLE_SHARE = 0.005
+"""Share of a step below which a level is no bottleneck."""
 
 
 @dataclass(frozen=True)
-class Hold:
-    """What one level of the network costs a step."""
+class LevelCost:
+    """What one network level costs per step."""
 
     level: str
     seconds: float
-    """By which the step is shorter if the level costs nothing."""
+    """Time saved if the level were free."""
     parts: dict[str, float]
     """The same by part of the step."""
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why a neighbour of a layout was not chosen."""
+class Rejection:
+    """Why a neighbor of a layout was not chosen."""
 
     change: str
-    """The knob that was turned, with both values."""
+    """The knob that differs, with both values."""
     kind: str
     """`rule`, `bytes` or `seconds`."""
     reason: str
@@ -61,157 +61,162 @@ class Refusal:
     """The smallest change that makes it fit, or what costs it the time."""
 
 
-def holds(choice: Choice) -> list[Hold]:
+def level_costs(priced: PricedPlan) -> list[LevelCost]:
     """What every level of the network costs, the costliest first."""
-    pricing, memory = Pricing(choice.question), choice.prediction.memory
+    pricer, memory = PlanPricer(priced.request), priced.prediction.memory
     found = []
-    for index, level in enumerate(choice.question.cluster.levels):
-        free = pricing.without(index).exact(choice.candidate, choice.place, memory)
-        parts = {name: seconds - free.parts.get(name, 0.0) for name, seconds in choice.prediction.parts.items()}
-        kept = {name: saved for name, saved in parts.items() if name in TRAFFIC and saved > 0}
-        found.append(Hold(level.name, choice.seconds - free.seconds, kept))
-    return sorted(found, key=lambda hold: -hold.seconds)
+    for index, level in enumerate(priced.request.cluster.levels):
+        free = pricer.with_free_level(index).price(priced.candidate, priced.placement, memory)
+        parts = {name: seconds - free.parts.get(name, 0.0) for name, seconds in priced.prediction.parts.items()}
+        communication = {name: saved for name, saved in parts.items() if name in COMMUNICATION_PARTS and saved > 0}
+        found.append(LevelCost(level.name, priced.seconds - free.seconds, communication))
+    return sorted(found, key=lambda cost: -cost.seconds)
 
 
-def bottleneck(choice: Choice) -> str:
-    """The level of the network that holds a layout back most, or `compute`."""
-    worst = holds(choice)[0]
-    return worst.level if worst.seconds > NOTHING * choice.seconds else "compute"
+def bottleneck(priced: PricedPlan) -> str:
+    """The network level that costs a layout most, or `compute`."""
+    worst = level_costs(priced)[0]
+    return worst.level if worst.seconds > NEGLIGIBLE_SHARE * priced.seconds else "compute"
 
 
-class Judge:
-    """Says what speaks against single layouts of a question."""
+class Explainer:
+    """Explains why other layouts of a request lose."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self.space, self.pricing, self.places = Space(question), Pricing(question), Places(question.cluster)
-
-    def refusals(self, chosen: Choice) -> list[Refusal]:
-        """For every layout that differs in one knob, what speaks against it."""
-        found = [self._against(chosen, change, other) for change, other in neighbours(chosen.candidate, self.question)]
-        return [refusal for refusal in found if refusal is not None]
-
-    def _against(self, chosen: Choice, change: str, other: Candidate) -> Refusal | None:
-        problem = self.problem(other)
-        if problem:
-            return Refusal(change, "rule", problem)
-        taken, limit = self.pricing.bytes(other).device, self.question.memory
-        if taken > limit:
-            reason = f"{taken / 1e9:.1f} GB on the fullest chip, {(taken - limit) / 1e9:.1f} GB more than fit"
-            return Refusal(change, "bytes", reason, self.remedy(other))
-        best = self._priced(other)
-        if best is None:
-            return Refusal(change, "rule", "its axes find no place on the levels of the network")
-        more = best.seconds - chosen.seconds
-        grown = {name: best.prediction.parts.get(name, 0.0) - chosen.prediction.parts.get(name, 0.0) for name in PARTS}
-        part = max(grown, key=lambda name: grown[name])
-        return Refusal(
-            change,
-            "seconds",
-            f"{best.seconds:.3f} s a step, {more:+.3f} s ({more / chosen.seconds:+.1%})",
-            f"{PARTS[part]}: {grown[part]:+.3f} s" if grown[part] > 0 else "",
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.space, self.pricer, self.enumerator = (
+            SearchSpace(request),
+            PlanPricer(request),
+            PlacementEnumerator(request.cluster),
         )
 
-    def problem(self, candidate: Candidate) -> str:
-        """What the rules say against a layout; empty if nothing."""
-        core, work, split = candidate
-        held, rest = divmod(self.question.recipe.batch.sequences, core.data)
-        if core.pp * core.cp * core.tp * core.data != self.question.chips:
-            return f"its degrees do not multiply to {self.question.chips:,} chips"
-        if rest or held % core.microbatches or core.data % split.shard:
-            return f"the {self.question.recipe.batch.sequences:,} sequences of a batch do not divide"
+    def rejections(self, chosen: PricedPlan) -> list[Rejection]:
+        """For every layout that differs in one knob, why it was not chosen."""
+        found = [self._against(chosen, change, other) for change, other in neighbors(chosen.candidate, self.request)]
+        return [rejection for rejection in found if rejection is not None]
+
+    def _against(self, chosen: PricedPlan, change: str, other: Candidate) -> Rejection | None:
+        problem = self.rule_violation(other)
+        if problem:
+            return Rejection(change, "rule", problem)
+        taken, limit = self.pricer.memory(other).device_bytes, self.request.usable_memory
+        if taken > limit:
+            reason = f"{taken / 1e9:.1f} GB on the fullest chip, {(taken - limit) / 1e9:.1f} GB more than fit"
+            return Rejection(change, "bytes", reason, self.suggest_fix(other))
+        best = self._priced(other)
+        if best is None:
+            return Rejection(change, "rule", "its axes cannot be placed on the network levels")
+        more = best.seconds - chosen.seconds
+        grown = {
+            name: best.prediction.parts.get(name, 0.0) - chosen.prediction.parts.get(name, 0.0) for name in PART_LABELS
+        }
+        part = max(grown, key=lambda name: grown[name])
+        return Rejection(
+            change,
+            "seconds",
+            f"{best.seconds:.3f} s per step, {more:+.3f} s ({more / chosen.seconds:+.1%})",
+            f"{PART_LABELS[part]}: {grown[part]:+.3f} s" if grown[part] > 0 else "",
+        )
+
+    def rule_violation(self, candidate: Candidate) -> str:
+        """The first problem that the rules find with a layout; empty if none."""
+        shape, schedule, data = candidate
+        held, rest = divmod(self.request.recipe.batch.sequences, shape.dp)
+        if shape.pp * shape.cp * shape.tp * shape.dp != self.request.chips:
+            return f"its degrees do not multiply to {self.request.chips:,} chips"
+        if rest or held % shape.microbatches or shape.dp % data.shard:
+            return f"the {self.request.recipe.batch.sequences:,} sequences of a batch do not divide"
         found = (
-            self.space.shape_problem(core.tp, core.cp, core.ep, split.shard)
-            or self.space.stage_problem(core.pp, work, split.reshards)
-            or self.space.fill_problem(core.pp, work.schedule, work.virtual, core.microbatches)
+            self.space.shape_problem(shape.tp, shape.cp, shape.ep, data.shard)
+            or self.space.stage_problem(shape.pp, schedule, data.reshard_after_forward)
+            or self.space.microbatch_problem(shape.pp, schedule.schedule, schedule.stages_per_rank, shape.microbatches)
         )
         return f"`{found.key}` {found.message}" if found else ""
 
-    def remedy(self, candidate: Candidate) -> str:
+    def suggest_fix(self, candidate: Candidate) -> str:
         """The smallest change that makes a layout fit."""
-        for change, other in neighbours(candidate, self.question, only_smaller=True):
-            if not self.problem(other) and self.pricing.bytes(other).device <= self.question.memory:
+        for change, other in neighbors(candidate, self.request, only_smaller=True):
+            if not self.rule_violation(other) and self.pricer.memory(other).device_bytes <= self.request.usable_memory:
                 return f"fits with {change}"
         return "no single change makes it fit"
 
-    def _priced(self, candidate: Candidate) -> Choice | None:
-        memory = self.pricing.bytes(candidate)
-        choices = [
-            Choice(
-                question=self.question,
+    def _priced(self, candidate: Candidate) -> PricedPlan | None:
+        memory = self.pricer.memory(candidate)
+        plans = [
+            PricedPlan(
+                request=self.request,
                 candidate=candidate,
-                place=place,
-                prediction=self.pricing.exact(candidate, place, memory),
+                placement=placement,
+                prediction=self.pricer.price(candidate, placement, memory),
             )
-            for place in self.places.of(candidate.degrees)
+            for placement in self.enumerator.placements(candidate.degrees)
         ]
-        return min(choices, key=lambda choice: choice.seconds, default=None)
+        return min(plans, key=lambda priced: priced.seconds, default=None)
 
 
-def neighbours(
-    candidate: Candidate, question: Question, *, only_smaller: bool = False
+def neighbors(
+    candidate: Candidate, request: PlanRequest, *, only_smaller: bool = False
 ) -> Iterator[tuple[str, Candidate]]:
-    """Layouts that differ in one knob, with the change in words; with `only_smaller` those that may take fewer bytes.
+    """Layouts that differ in one knob, with a text for the change; `only_smaller`: those that may take less memory.
 
-    A degree that doubles or halves takes ranks from the data-parallel axes or gives them, and sequences of a microbatch
-    stay as many.
+    A degree that doubles or halves takes ranks from the data-parallel axes or returns them; the microbatch size stays.
     """
-    core, work, split = candidate
-    lighter = RECOMPUTES[RECOMPUTES.index(work.recompute) + 1 :] if only_smaller else RECOMPUTES
+    shape, schedule, data = candidate
+    lighter = RECOMPUTE_MODES[RECOMPUTE_MODES.index(schedule.recompute) + 1 :] if only_smaller else RECOMPUTE_MODES
     for recompute in lighter:
-        if recompute != work.recompute:
-            changed = work._replace(recompute=recompute)  # type: ignore[arg-type]
-            yield f"recompute {work.recompute} → {recompute}", candidate._replace(work=changed)
+        if recompute != schedule.recompute:
+            changed = schedule._replace(recompute=recompute)  # type: ignore[arg-type]
+            yield f"recompute {schedule.recompute} → {recompute}", candidate._replace(schedule=changed)
     for times in (2, 0.5):
-        number = core.microbatches * times
+        number = shape.microbatches * times
         if number >= 1 and number == int(number) and not (only_smaller and times < 1):
-            size = question.recipe.batch.sequences / core.data / core.microbatches
-            changed_core = core._replace(microbatches=int(number))
-            yield f"microbatch {size:g} → {size / times:g}", candidate._replace(core=changed_core)
-    if not only_smaller or not split.reshards:
-        word = "reshard" if not split.reshards else "no reshard"
-        yield word, candidate._replace(split=split._replace(reshards=not split.reshards))
-    yield from _split_neighbours(candidate, only_smaller)
+            size = request.recipe.batch.sequences / shape.dp / shape.microbatches
+            changed_shape = shape._replace(microbatches=int(number))
+            yield f"microbatch {size:g} → {size / times:g}", candidate._replace(shape=changed_shape)
+    if not only_smaller or not data.reshard_after_forward:
+        word = "reshard" if not data.reshard_after_forward else "no reshard"
+        yield word, candidate._replace(data=data._replace(reshard_after_forward=not data.reshard_after_forward))
+    yield from _data_neighbors(candidate, only_smaller)
     for axis in ("tp", "cp", "pp", "ep"):
-        yield from _degree_neighbours(candidate, axis, only_smaller)
-    if work.layers:
-        yield "layers as even as possible", candidate._replace(work=work._replace(layers=()))
-    if core.pp > 1 and not only_smaller:
-        for schedule in SCHEDULES:
-            if schedule != work.schedule:
-                virtual = max(2, work.virtual) if schedule in LOOPED_SCHEDULES else 1
-                changed = Work(schedule, 2 if schedule == "zbv" else virtual, work.recompute)  # type: ignore[arg-type]
-                yield f"schedule {work.schedule} → {schedule}", candidate._replace(work=changed)
+        yield from _degree_neighbors(candidate, axis, only_smaller)
+    if schedule.stage_layers:
+        yield "layers as even as possible", candidate._replace(schedule=schedule._replace(stage_layers=()))
+    if shape.pp > 1 and not only_smaller:
+        for name in SEARCHED_SCHEDULES:
+            if name != schedule.schedule:
+                virtual = max(2, schedule.stages_per_rank) if name in LOOPED_SCHEDULES else 1
+                changed = ScheduleKnobs(name, 2 if name == "zbv" else virtual, schedule.recompute)  # type: ignore[arg-type]
+                yield f"schedule {schedule.schedule} → {name}", candidate._replace(schedule=changed)
 
 
-def _split_neighbours(candidate: Candidate, only_smaller: bool) -> Iterator[tuple[str, Candidate]]:
-    split = candidate.split
-    if split.replicate % 2 == 0:
-        other = split._replace(replicate=split.replicate // 2, shard=split.shard * 2)
-        yield f"shard {split.shard} → {other.shard}", candidate._replace(split=other)
-    if split.shard % 2 == 0 and not only_smaller:
-        other = split._replace(replicate=split.replicate * 2, shard=split.shard // 2)
-        yield f"shard {split.shard} → {other.shard}", candidate._replace(split=other)
+def _data_neighbors(candidate: Candidate, only_smaller: bool) -> Iterator[tuple[str, Candidate]]:
+    data = candidate.data
+    if data.replicate % 2 == 0:
+        other = data._replace(replicate=data.replicate // 2, shard=data.shard * 2)
+        yield f"shard {data.shard} → {other.shard}", candidate._replace(data=other)
+    if data.shard % 2 == 0 and not only_smaller:
+        other = data._replace(replicate=data.replicate * 2, shard=data.shard // 2)
+        yield f"shard {data.shard} → {other.shard}", candidate._replace(data=other)
 
 
-def _degree_neighbours(candidate: Candidate, axis: str, only_smaller: bool) -> Iterator[tuple[str, Candidate]]:
-    core, work, split = candidate
-    now = getattr(core, axis)
+def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> Iterator[tuple[str, Candidate]]:
+    shape, schedule, data = candidate
+    now = getattr(shape, axis)
     if axis == "ep":
         for then in (now * 2, now // 2):
             if then and (now % 2 == 0 or then > now) and not (only_smaller and then < now):
-                yield f"ep {now} → {then}", candidate._replace(core=core._replace(ep=then))
+                yield f"ep {now} → {then}", candidate._replace(shape=shape._replace(ep=then))
         return
     if axis == "pp":
-        work = work._replace(layers=())  # other stages hold other layers
-    if core.data % 2 == 0:
-        less = Split(split.replicate, split.shard // 2, split.reshards)
-        if split.shard % 2:
-            less = Split(split.replicate // 2, split.shard, split.reshards)
-        more = core._replace(**{axis: now * 2}, data=core.data // 2, microbatches=core.microbatches * 2)
-        yield f"{axis} {now} → {now * 2}", Candidate(more, work, less)
-    if now % 2 == 0 and not only_smaller and core.microbatches % 2 == 0:
-        fewer = core._replace(**{axis: now // 2}, data=core.data * 2, microbatches=core.microbatches // 2)
-        changed = Work("1f1b", 1, work.recompute) if axis == "pp" and now == 2 else work
-        wider = Split(split.replicate, split.shard * 2, split.reshards)
+        schedule = schedule._replace(stage_layers=())  # other stages hold other layers
+    if shape.dp % 2 == 0:
+        less = DataKnobs(data.replicate, data.shard // 2, data.reshard_after_forward)
+        if data.shard % 2:
+            less = DataKnobs(data.replicate // 2, data.shard, data.reshard_after_forward)
+        more = shape._replace(**{axis: now * 2}, dp=shape.dp // 2, microbatches=shape.microbatches * 2)
+        yield f"{axis} {now} → {now * 2}", Candidate(more, schedule, less)
+    if now % 2 == 0 and not only_smaller and shape.microbatches % 2 == 0:
+        fewer = shape._replace(**{axis: now // 2}, dp=shape.dp * 2, microbatches=shape.microbatches // 2)
+        changed = ScheduleKnobs("1f1b", 1, schedule.recompute) if axis == "pp" and now == 2 else schedule
+        wider = DataKnobs(data.replicate, data.shard * 2, data.reshard_after_forward)
         yield f"{axis} {now} → {now // 2}", Candidate(fewer, changed, wider)

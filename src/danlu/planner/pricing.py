@@ -1,156 +1,164 @@
-"""Time and bytes of a layout: in its place, and at least in any place."""
+"""Time and memory of a layout: exact at one placement, and a lower bound over all placements."""
 
 from dataclasses import replace
 
 from danlu.cost.collectives import Link, Network
-from danlu.cost.counts import Counts
-from danlu.cost.layout import Layout
-from danlu.cost.memory import Memory
-from danlu.cost.software import OURS, Software
-from danlu.cost.step import Prediction, Predictor
-from danlu.planner.least import LeastNetwork
-from danlu.planner.places import Place, Spans
-from danlu.planner.question import Question
-from danlu.planner.space import Candidate, Core, Recompute, Split, Work
+from danlu.cost.memory import MemoryEstimate
+from danlu.cost.parallel_layout import ParallelLayout
+from danlu.cost.rank_counts import RankCounts
+from danlu.cost.software import DANLU, Software
+from danlu.cost.step_prediction import Predictor, StepPrediction
+from danlu.planner.mesh_placement import GroupShapes, MeshPlacement
+from danlu.planner.relaxed_network import RelaxedNetworkBuilder
+from danlu.planner.request import PlanRequest
+from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, ScheduleKnobs, ShapeKnobs
 
-_AGAIN = {"none": "none", "selective": "elementwise", "full": "full"}
-"""What a plan's words for recompute are in the cost model."""
+_COST_RECOMPUTE = {"none": "none", "selective": "elementwise", "full": "full"}
+"""A plan's recompute modes in the cost model's terms."""
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_NO_MEMORY = Memory(parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, groups=0)
-"""Where only the time is asked for."""
-_BESIDE_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
-"""Parts of a step that are not passes through layers."""
+_NO_MEMORY = MemoryEstimate(
+    parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, process_groups=0
+)
+"""Passed where only the time is needed."""
+_NOT_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
+"""Parts of a step outside the passes through layers."""
 
 
-def software_of(question: Question, recompute: Recompute) -> Software:
-    """Our program, as the recipe sets it."""
-    precision = question.recipe.precision
+def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
+    """Danlu's own software traits, with the recipe's precision."""
+    precision = request.recipe.precision
     return replace(
-        OURS,
-        recompute=_AGAIN[recompute],  # type: ignore[arg-type]
-        imbalance=question.imbalance,
+        DANLU,
+        recompute=_COST_RECOMPUTE[recompute],  # type: ignore[arg-type]
+        expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
         gradient_bytes=_BYTES[precision.reduce],
     )
 
 
-class Pricing:
-    """Prices the layouts of one question; `least` never says more than `exact` does for any place."""
+class PlanPricer:
+    """Prices the layouts of one request; `lower_bound` never exceeds `price` at any placement."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self._exact: dict[Recompute, Predictor] = {}
-        self._relaxed: dict[Recompute, Predictor] = {}
-        self._passes: dict[tuple[int, int, int, int, Recompute], float] = {}
-        self._networks = LeastNetwork(self._predictor("none").network, question.chips, question.cluster)
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self._exact: dict[PlanRecompute, Predictor] = {}
+        self._relaxed: dict[PlanRecompute, Predictor] = {}
+        self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
+        self._networks = RelaxedNetworkBuilder(self._predictor("none").network, request.chips, request.cluster)
 
-    def exact(self, candidate: Candidate, place: Place, memory: Memory | None = None) -> Prediction:
-        """Time and bytes of a layout in its place; `memory` is the layout's where it is known from another place."""
-        return self._predictor(candidate.work.recompute).step(self._layout(candidate, place.spans), memory)
+    def price(
+        self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None
+    ) -> StepPrediction:
+        """Time and memory of a placed layout; pass `memory` if it is known from another placement."""
+        return self._predictor(candidate.schedule.recompute).predict(
+            self._layout(candidate, placement.group_shapes), memory
+        )
 
-    def bytes(self, candidate: Candidate) -> Memory:
-        """Bytes of a layout, the same in every place."""
-        return self._predictor(candidate.work.recompute).memory(self._layout(candidate, ()))
+    def memory(self, candidate: Candidate) -> MemoryEstimate:
+        """Memory of a layout; the same at every placement."""
+        return self._predictor(candidate.schedule.recompute).memory(self._layout(candidate, ()))
 
-    def by_place(self, candidate: Candidate) -> tuple[Memory, ...]:
-        """Bytes of a rank at every place on the pipeline."""
-        return self._predictor(candidate.work.recompute).memory_by_place(self._layout(candidate, ()))
+    def memory_by_pp_rank(self, candidate: Candidate) -> tuple[MemoryEstimate, ...]:
+        """Memory of a rank, for every pp rank."""
+        return self._predictor(candidate.schedule.recompute).memory_by_pp_rank(self._layout(candidate, ()))
 
-    def counts(self, candidate: Candidate, place: int) -> Counts:
-        """FLOPs and bytes sent in a step by a rank at a place on the pipeline."""
-        return self._predictor(candidate.work.recompute).counts(self._layout(candidate, ()), place)
+    def counts(self, candidate: Candidate, pp_rank: int) -> RankCounts:
+        """FLOPs and bytes sent in a step by a rank of this pp rank."""
+        return self._predictor(candidate.schedule.recompute).counts(self._layout(candidate, ()), pp_rank)
 
-    def least(self, candidate: Candidate, memory: Memory | None = None, known: Spans = ()) -> Prediction:
-        """Bytes of a layout, and a time that it takes in no place less than; or in none where `known` groups lie so."""
-        core, work, split = candidate
-        expert_shard = split.shard * core.cp * core.tp // core.ep
-        predictor = self._relaxed.get(work.recompute)
+    def lower_bound(
+        self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
+    ) -> StepPrediction:
+        """Memory, and a lower bound on the time over all placements, or over those with the `known` groups."""
+        shape, schedule, data = candidate
+        expert_shard = data.shard * shape.cp * shape.tp // shape.ep
+        predictor = self._relaxed.get(schedule.recompute)
         if predictor is None:
-            predictor = self._relaxed[work.recompute] = self._made(work.recompute)
-        predictor.network, spans = self._networks.of(
+            predictor = self._relaxed[schedule.recompute] = self._new_predictor(schedule.recompute)
+        predictor.network, spans = self._networks.network(
             (
-                core.tp,
-                split.replicate,
-                split.shard * core.cp,
-                core.data * core.cp,
+                shape.tp,
+                data.replicate,
+                data.shard * shape.cp,
+                shape.dp * shape.cp,
                 expert_shard,
-                expert_shard * split.replicate,
-                core.cp,
-                core.ep,
+                expert_shard * data.replicate,
+                shape.cp,
+                shape.ep,
             ),
             known,
         )
-        return predictor.step(self._layout(candidate, spans), memory)
+        return predictor.predict(self._layout(candidate, spans), memory)
 
-    def least_of(self, core: Core, work: Work | None) -> float:
-        """Seconds that no layout with this core (and pipeline) takes less than: passes through layers, and bubble.
+    def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
+        """Lower bound in seconds for all layouts with this shape (and schedule): passes through layers, and bubble.
 
-        All ranks of a pipeline together do the passes of the whole model, so the slowest takes at least its even share
-        of them. A schedule that does not split its backward pass waits for the others' passes over the stages a rank;
-        with one stage a rank and no more microbatches than ranks, a slow first rank hides part of that wait, and what
-        is left is least where it has twice the passes of a mean one of `pp` + 1 ranks.
+        All ranks of a pipeline together do the passes of the full model, so the slowest takes at least an even share.
+        A schedule that does not split its backward pass waits for the others' passes divided by the stages per rank;
+        with one stage per rank and no more microbatches than ranks, a slow first rank hides part of that wait, and the
+        rest is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
-        recompute: Recompute = work.recompute if work else "none"
-        whole = self._whole_passes(core, recompute)
-        even = core.microbatches * whole / core.pp
-        if work is None or core.pp == 1 or work.schedule not in ("1f1b", "interleaved"):
+        recompute: PlanRecompute = schedule.recompute if schedule else "none"
+        model_pass = self._model_pass_time(shape, recompute)
+        even = shape.microbatches * model_pass / shape.pp
+        if schedule is None or shape.pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
             return even
-        if self.question.cluster.chip.alone > 1:  # ranks that wait leave their cores to the others
+        if self.request.cluster.chip.alone > 1:  # idle ranks leave their cores to the others
             return even
-        if work.virtual == 1 and core.microbatches <= core.pp:
-            return max(even, 2 * core.microbatches * whole / (core.pp + 1))
-        return even + (whole - whole / core.pp) / work.virtual
+        if schedule.stages_per_rank == 1 and shape.microbatches <= shape.pp:
+            return max(even, 2 * shape.microbatches * model_pass / (shape.pp + 1))
+        return even + (model_pass - model_pass / shape.pp) / schedule.stages_per_rank
 
-    def without(self, level: int) -> "Pricing":
-        """The same prices on a network one of whose levels costs nothing."""
-        other = Pricing(self.question)
+    def with_free_level(self, level: int) -> "PlanPricer":
+        """A pricer for the same request whose network level `level` is free."""
+        other = PlanPricer(self.request)
         for recompute in ("none", "selective", "full"):
-            predictor = other._made(recompute)
+            predictor = other._new_predictor(recompute)
             links = tuple(
                 Link(link.capacity, float("inf"), 0.0) if index == level else link
                 for index, link in enumerate(predictor.network.links)
             )
-            predictor.network = Network(links, predictor.network.start)
+            predictor.network = Network(links, predictor.network.collective_latency)
             other._exact[recompute] = predictor
         return other
 
-    def _whole_passes(self, core: Core, recompute: Recompute) -> float:
-        """Seconds of one microbatch through the whole model on one rank, at least."""
-        sequences = self.question.recipe.batch.sequences // (core.data * core.microbatches)
-        key = (core.tp, core.cp, core.ep, sequences, recompute)
+    def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute) -> float:
+        """Lower bound on the seconds of one microbatch through the full model on one rank."""
+        sequences = self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
+        key = (shape.tp, shape.cp, shape.ep, sequences, recompute)
         found = self._passes.get(key)
         if found is None:
-            alone = core._replace(pp=1)
-            candidate = Candidate(alone, Work("1f1b", 1, recompute), Split(1, core.data, True))
-            parts = self.least(candidate, _NO_MEMORY).parts
-            found = sum(seconds for name, seconds in parts.items() if name not in _BESIDE_PASSES) / core.microbatches
+            alone = shape._replace(pp=1)
+            candidate = Candidate(alone, ScheduleKnobs("1f1b", 1, recompute), DataKnobs(1, shape.dp, True))
+            parts = self.lower_bound(candidate, _NO_MEMORY).parts
+            found = sum(seconds for name, seconds in parts.items() if name not in _NOT_PASSES) / shape.microbatches
             self._passes[key] = found
         return found
 
-    def _layout(self, candidate: Candidate, spans: Spans) -> Layout:
-        core, work, split = candidate
-        return Layout(
-            pp=core.pp,
-            replicate=split.replicate,
-            shard=split.shard,
-            cp=core.cp,
-            tp=core.tp,
-            ep=core.ep,
-            microbatches=core.microbatches,
-            schedule=work.schedule,
-            stages_per_rank=work.virtual,
-            stage_layers=work.layers,
-            reshards=split.reshards,
-            spans=spans,
+    def _layout(self, candidate: Candidate, spans: GroupShapes) -> ParallelLayout:
+        shape, schedule, data = candidate
+        return ParallelLayout(
+            pp=shape.pp,
+            replicate=data.replicate,
+            shard=data.shard,
+            cp=shape.cp,
+            tp=shape.tp,
+            ep=shape.ep,
+            microbatches=shape.microbatches,
+            schedule=schedule.schedule,
+            stages_per_rank=schedule.stages_per_rank,
+            stage_layers=schedule.stage_layers,
+            reshard_after_forward=data.reshard_after_forward,
+            group_shapes=spans,
         )
 
-    def _predictor(self, recompute: Recompute) -> Predictor:
+    def _predictor(self, recompute: PlanRecompute) -> Predictor:
         found = self._exact.get(recompute)
         if found is None:
-            found = self._exact[recompute] = self._made(recompute)
+            found = self._exact[recompute] = self._new_predictor(recompute)
         return found
 
-    def _made(self, recompute: Recompute) -> Predictor:
-        question, software = self.question, software_of(self.question, recompute)
-        return Predictor(question.model, question.recipe.batch, question.cluster, software, question.dtype)
+    def _new_predictor(self, recompute: PlanRecompute) -> Predictor:
+        request, software = self.request, software_for(self.request, recompute)
+        return Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)

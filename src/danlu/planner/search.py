@@ -1,43 +1,45 @@
-"""The best layouts of a question, and the proof that no other is better.
+"""Best-first search for the fastest layouts of a request, with the proof that no other is faster.
 
-Layouts are a tree: a core (how the model and the batch are cut), its pipelines, how states are split, the place on the
-network. Every node has a time that none of the layouts below it beats. The node with the least is opened next, so that
-a whole layout that comes up first is the best of all: the search is exact, and opens only what could have won.
+Layouts form a tree: a shape (how the model and the batch are sharded), its schedules, how states are sharded, the
+placement on the network. Every node has a lower bound on the time of all layouts below it. The node with the lowest
+bound is expanded next, so the first complete layout popped is the best: the search is exact, and expands only nodes
+that could have won.
 """
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from danlu.cost import flops_per_token
-from danlu.cost.memory import Memory
-from danlu.cost.step import Prediction
-from danlu.planner.places import Place, Places, Spans, place_of
-from danlu.planner.pricing import Pricing
-from danlu.planner.question import Question
-from danlu.planner.space import Candidate, Core, Space, Work, candidate_of
+from danlu.cost.memory import MemoryEstimate
+from danlu.cost.step_prediction import StepPrediction
+from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator, placement_of_plan
+from danlu.planner.pricing import PlanPricer
+from danlu.planner.request import PlanRequest
+from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace, ShapeKnobs, candidate_from_plan
 from danlu.spec.plan import Plan
 
-SHOWN = 5
-"""Layouts that an answer holds, unless more are asked for."""
+DEFAULT_RESULTS = 5
+"""Layouts that a search returns by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A layout in its place, priced."""
+class PricedPlan:
+    """A placed layout with its predicted time and memory."""
 
-    question: Question
+    request: PlanRequest
     candidate: Candidate
-    place: Place
-    prediction: Prediction
+    placement: MeshPlacement
+    prediction: StepPrediction
 
     @property
     def plan(self) -> Plan:
-        """As a file holds it."""
-        return self.candidate.plan(self.place.as_mapping())
+        """The layout as a plan."""
+        return self.candidate.plan(self.placement.to_mapping())
 
     @property
     def seconds(self) -> float:
@@ -46,242 +48,269 @@ class Choice:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run while nothing breaks."""
-        return self.question.recipe.batch.tokens / self.seconds
+        """Of all ranks, without failures."""
+        return self.request.recipe.batch.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the chips' peak that goes into model FLOPs."""
-        question, chip = self.question, self.question.cluster.chip
-        peak = chip.peak.get(question.dtype) or max(chip.peak.values())  # type: ignore[call-overload]
-        needed = flops_per_token(question.model, question.recipe.batch.length)
-        return float(self.tokens_per_second * needed / (question.chips * peak))
+        """Model FLOPs per second over the peak of the chips."""
+        request = self.request
+        needed = flops_per_token(request.model, request.recipe.batch.length)
+        return float(self.tokens_per_second * needed / (request.chips * request.peak))
 
     @property
-    def bytes(self) -> float:
-        """Of the fullest chip, everything included."""
-        return self.prediction.memory.device
+    def peak_bytes(self) -> float:
+        """Of the fullest chip, with allocator overhead, context and channels."""
+        return self.prediction.memory.device_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest chip holds it, reserve included."""
-        return self.bytes <= self.question.memory
+        """Whether it fits the fullest chip, with the reserve kept free."""
+        return self.peak_bytes <= self.request.usable_memory
 
     @property
-    def microbatch(self) -> int:
-        """Sequences of a microbatch."""
-        core = self.candidate.core
-        return self.question.recipe.batch.sequences // (core.data * core.microbatches)
+    def microbatch_size(self) -> int:
+        """Sequences per microbatch."""
+        shape = self.candidate.shape
+        return self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a search found."""
+class SearchResult:
+    """The result of a search."""
 
-    question: Question
-    best: tuple[Choice, ...]
-    """Fastest first, each with other degrees than those before it; empty where nothing fits."""
-    layouts: int
-    """In the space searched, without their places on the network."""
+    request: PlanRequest
+    best: tuple[PricedPlan, ...]
+    """Fastest first, each with different degrees; empty if nothing fits."""
+    layouts_searched: int
+    """Size of the search space, without placements on the network."""
     priced: int
-    """Layouts in their places that had to be priced; all others were ruled out by a bound."""
+    """Placed layouts that were priced exactly; all others were pruned by a bound."""
     seconds: float
-    """That the search took."""
-    leanest: Choice | None
-    """The layout with the fewest bytes, where none fits."""
+    """Duration of the search."""
+    least_memory: PricedPlan | None
+    """The layout with the least memory, if none fits."""
 
 
-Progress = Callable[[float, int], None]
-"""Told now and then: share of the proof that is done (0 while no whole layout is known), and nodes opened."""
+ProgressCallback = Callable[[float, int], None]
+"""Called now and then with the share of the proof that is done (0 until a complete layout is known) and the number of
+expanded nodes."""
 
 
-def price(question: Question, plan: Plan) -> Choice:
-    """Price one plan; raises `UnplaceableError` where its axes do not fit the network."""
-    candidate, place = candidate_of(plan), place_of(plan, question.cluster)
-    return Choice(
-        question=question, candidate=candidate, place=place, prediction=Pricing(question).exact(candidate, place)
+def price_plan(request: PlanRequest, plan: Plan) -> PricedPlan:
+    """Price one plan; raises `PlacementError` if its axes do not fit the network."""
+    candidate, placement = candidate_from_plan(plan), placement_of_plan(plan, request.cluster)
+    return PricedPlan(
+        request=request,
+        candidate=candidate,
+        placement=placement,
+        prediction=PlanPricer(request).price(candidate, placement),
     )
 
 
-def in_best_place(question: Question, candidate: Candidate) -> Choice:
-    """Price one layout in the place where it is fastest."""
-    pricing = Pricing(question)
-    memory = pricing.bytes(candidate)
-    choices = (
-        Choice(question=question, candidate=candidate, place=place, prediction=pricing.exact(candidate, place, memory))
-        for place in Places(question.cluster).of(candidate.degrees)
+def price_best_placement(request: PlanRequest, candidate: Candidate) -> PricedPlan:
+    """Price one layout at its fastest placement."""
+    pricer = PlanPricer(request)
+    memory = pricer.memory(candidate)
+    plans = (
+        PricedPlan(
+            request=request,
+            candidate=candidate,
+            placement=placement,
+            prediction=pricer.price(candidate, placement, memory),
+        )
+        for placement in PlacementEnumerator(request.cluster).placements(candidate.degrees)
     )
-    return min(choices, key=_rank)
+    return min(plans, key=_rank)
 
 
-def search(question: Question, shown: int = SHOWN, progress: Progress | None = None) -> Answer:
-    """Find the fastest layouts that fit, with the proof that there is no faster one."""
-    return _Search(question, shown, progress).run()
+class SearchFunction(Protocol):
+    """`search` with its progress shown."""
+
+    def __call__(self, request: PlanRequest, shown: int, *, within: float = inf) -> SearchResult:
+        """Find the `shown` best layouts whose step takes at most `within` seconds."""
+        ...
 
 
-def exhaustive(question: Question) -> Choice | None:
-    """The fastest layout that fits by pricing every one of them in every place: only for small questions."""
-    space, pricing, places = Space(question), Pricing(question), Places(question.cluster)
-    best: Choice | None = None
+def search(
+    request: PlanRequest, shown: int = DEFAULT_RESULTS, progress: ProgressCallback | None = None, within: float = inf
+) -> SearchResult:
+    """Find the fastest layouts that fit, with the proof that there is no faster one.
+
+    With `within`, only those whose step takes at most that many seconds; if there is none, the search ends early.
+    """
+    return _Search(request, shown, progress, within).run()
+
+
+def search_exhaustively(request: PlanRequest) -> PricedPlan | None:
+    """The fastest layout that fits, by pricing every layout at every placement; only for small requests."""
+    space, pricer, enumerator = SearchSpace(request), PlanPricer(request), PlacementEnumerator(request.cluster)
+    best: PricedPlan | None = None
     for candidate in space.candidates():
-        for place in places.of(candidate.degrees):
-            prediction = pricing.exact(candidate, place)
-            choice = Choice(question=question, candidate=candidate, place=place, prediction=prediction)
-            if choice.fits and (best is None or _rank(choice) < _rank(best)):
-                best = choice
+        for placement in enumerator.placements(candidate.degrees):
+            prediction = pricer.price(candidate, placement)
+            priced = PricedPlan(request=request, candidate=candidate, placement=placement, prediction=prediction)
+            if priced.fits and (best is None or _rank(priced) < _rank(best)):
+                best = priced
     return best
 
 
-def _rank(choice: Choice) -> tuple[float, tuple[object, ...]]:
-    """What is better: fewer seconds; of equals, what has fewer ranks on the demanding axes."""
-    return choice.seconds, _simplicity(choice.candidate, choice.place)
+def _rank(priced: PricedPlan) -> tuple[float, tuple[object, ...]]:
+    """Sort key: fewer seconds; of equals, fewer ranks on the axes with most traffic."""
+    return priced.seconds, _tie_break(priced.candidate, priced.placement)
 
 
-def _simplicity(candidate: Candidate, place: Place) -> tuple[object, ...]:
-    core, _, split = candidate
+def _tie_break(candidate: Candidate, placement: MeshPlacement) -> tuple[object, ...]:
+    shape, _, data = candidate
     return (
-        core.pp,
-        core.cp,
-        core.tp,
-        core.ep,
-        split.replicate,
-        len(place.mapping),
+        shape.pp,
+        shape.cp,
+        shape.tp,
+        shape.ep,
+        data.replicate,
+        len(placement.mapping),
         candidate,
-        place.mapping,
+        placement.mapping,
     )
 
 
-class _Inner(NamedTuple):
-    """A layout some of whose axes have their place."""
+class _PartialPlacement(NamedTuple):
+    """A layout with some of its axes placed."""
 
     candidate: Candidate
-    spans: Spans
-    memory: Memory
+    spans: GroupShapes
+    memory: MemoryEstimate
 
 
 _Item = tuple[float, int, tuple[object, ...], int, object]
 
 
 class _Search:
-    def __init__(self, question: Question, shown: int, progress: Progress | None) -> None:
-        self.question, self.shown, self.progress = question, shown, progress
-        self.space, self.pricing = Space(question), Pricing(question)
-        self.places = Places(question.cluster)
+    def __init__(self, request: PlanRequest, shown: int, progress: ProgressCallback | None, within: float) -> None:
+        self.request, self.shown, self.progress, self.within = request, shown, progress, within
+        self.space, self.pricer = SearchSpace(request), PlanPricer(request)
+        self.enumerator = PlacementEnumerator(request.cluster)
         self.heap: list[_Item] = []
         self.order = count()
-        self.best: list[Choice] = []
+        self.best: list[PricedPlan] = []
         self.done: set[tuple[int, ...]] = set()
         self.priced = self.layouts = self.opened = 0
-        self.leanest: tuple[float, Candidate] | None = None
-        self.fewest: dict[tuple[Core, Work], int] = {}
+        self.least_memory: tuple[float, Candidate] | None = None
+        self.fewest: dict[tuple[ShapeKnobs, ScheduleKnobs], int] = {}
         self.incumbent = float("inf")
 
-    def run(self) -> Answer:
+    def run(self) -> SearchResult:
         begin = monotonic()
-        self._plant()
+        self._push_roots()
         while self.heap and len(self.best) < self.shown:
             bound, _, _, _, node = heapq.heappop(self.heap)
+            if bound > self.within:
+                break  # and so is every remaining node
             self.opened += 1
             if self.progress and self.opened % 64 == 0:
                 self.progress(0.0 if self.incumbent == float("inf") else bound / self.incumbent, self.opened)
-            if isinstance(node, Choice):
-                self._take(node)
-            elif isinstance(node, Core):
-                self._open_core(bound, node)
+            if isinstance(node, PricedPlan):
+                self._accept(node)
+            elif isinstance(node, ShapeKnobs):
+                self._open_shape(bound, node)
             elif isinstance(node, Candidate):
                 self._open_candidate(bound, node)
-            elif isinstance(node, _Inner):
+            elif isinstance(node, _PartialPlacement):
                 self._open_inner(bound, node)
             else:
                 assert isinstance(node, tuple)
-                self._open_work(bound, *node)
-        return Answer(
-            question=self.question,
+                self._open_schedule(bound, *node)
+        # With a limit the search for it was cut short.
+        known = None if self.best or self.within < inf else self.least_memory
+        return SearchResult(
+            request=self.request,
             best=tuple(self.best),
-            layouts=self.layouts,
+            layouts_searched=self.layouts,
             priced=self.priced,
             seconds=monotonic() - begin,
-            leanest=None if self.best or self.leanest is None else in_best_place(self.question, self.leanest[1]),
+            least_memory=price_best_placement(self.request, known[1]) if known else None,
         )
 
     def _push(self, bound: float, node: object, rank: tuple[object, ...] = ()) -> None:
-        # Of equal bounds what is still to be opened comes before what is whole: it may hold an equal that is simpler.
+        # At equal bounds, nodes to expand come before complete layouts: they may contain a simpler one as fast.
         heapq.heappush(self.heap, (bound, int(bool(rank)), rank, next(self.order), node))
 
-    def _plant(self) -> None:
-        for core in self.space.cores():
-            self.layouts += sum(len(self.space.splits(core, work)) for work in self.space.works_of(core))
-            self._push(self.pricing.least_of(core, None), core)
+    def _push_roots(self) -> None:
+        for shape in self.space.shapes():
+            self.layouts += sum(
+                len(self.space.data_splits(shape, schedule)) for schedule in self.space.schedules_of(shape)
+            )
+            self._push(self.pricer.shape_lower_bound(shape, None), shape)
 
-    def _open_core(self, bound: float, core: Core) -> None:
-        for work in self.space.works_of(core):
-            self._push(max(bound, self.pricing.least_of(core, work)), (core, work))
+    def _open_shape(self, bound: float, shape: ShapeKnobs) -> None:
+        for schedule in self.space.schedules_of(shape):
+            self._push(max(bound, self.pricer.shape_lower_bound(shape, schedule)), (shape, schedule))
 
-    def _open_work(self, bound: float, core: Core, work: Work) -> None:
-        """Split states in every way that fits."""
-        splits = self.space.splits(core, work)
-        if not splits or core.microbatches < self._fewest(core._replace(microbatches=1), work):
+    def _open_schedule(self, bound: float, shape: ShapeKnobs, schedule: ScheduleKnobs) -> None:
+        """Expand into every sharding of states that fits."""
+        data_splits = self.space.data_splits(shape, schedule)
+        if not data_splits or shape.microbatches < self._fewest_microbatches(shape._replace(microbatches=1), schedule):
             return
-        for split in splits:
-            candidate = Candidate(core, work, split)
+        for data in data_splits:
+            candidate = Candidate(shape, schedule, data)
             if self._degrees(candidate) in self.done:
                 continue
-            memory = self.pricing.bytes(candidate)
-            if memory.device <= self.question.memory:
-                self._push(max(bound, self.pricing.least(candidate, memory).seconds), candidate)
+            memory = self.pricer.memory(candidate)
+            if memory.device_bytes <= self.request.usable_memory:
+                self._push(max(bound, self.pricer.lower_bound(candidate, memory).seconds), candidate)
 
-    def _fewest(self, core: Core, work: Work) -> int:
-        """The fewest microbatches that can fit; most shards take the fewest bytes.
+    def _fewest_microbatches(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> int:
+        """The fewest microbatches that can fit; the most sharded layout takes the least memory.
 
-        They are tried one by one: with a single microbatch gradients come only as activations go, so that two can take
-        more bytes than one.
+        They are tried one by one: with a single microbatch gradients appear only as activations are freed, so that two
+        can take more memory than one.
         """
-        key = (core, work)
+        key = (shape, schedule)
         if key not in self.fewest:
-            splits = self.space.splits(core, work)
-            most = max(split.shard for split in splits)
-            leanest = [split for split in splits if split.shard == most]
-            numbers = self.space.microbatches(core)
+            data_splits = self.space.data_splits(shape, schedule)
+            most = max(data.shard for data in data_splits)
+            least_memory = [data for data in data_splits if data.shard == most]
+            numbers = self.space.microbatches(shape)
 
             def fits(number: int) -> bool:
-                some = [Candidate(core._replace(microbatches=number), work, split) for split in leanest]
-                taken, candidate = min((self.pricing.bytes(each).device, each) for each in some)
-                if self.leanest is None or taken < self.leanest[0]:
-                    self.leanest = taken, candidate
-                return taken <= self.question.memory
+                some = [Candidate(shape._replace(microbatches=number), schedule, data) for data in least_memory]
+                taken, candidate = min((self.pricer.memory(each).device_bytes, each) for each in some)
+                if self.least_memory is None or taken < self.least_memory[0]:
+                    self.least_memory = taken, candidate
+                return taken <= self.request.usable_memory
 
             self.fewest[key] = next((number for number in numbers if fits(number)), numbers[-1] + 1)
         return self.fewest[key]
 
     def _open_candidate(self, bound: float, candidate: Candidate) -> None:
-        """Settle where the axes lie that send inside every layer."""
+        """Expand into placements of the axes that communicate inside every layer."""
         if self._degrees(candidate) in self.done:
             return
-        memory = self.pricing.bytes(candidate)
-        for inner in self.places.by_inner(candidate.degrees):
-            least = self.pricing.least(candidate, memory, inner)
-            self._push(max(bound, least.seconds), _Inner(candidate, inner, memory))
+        memory = self.pricer.memory(candidate)
+        for inner in self.enumerator.by_layer_axes(candidate.degrees):
+            least = self.pricer.lower_bound(candidate, memory, inner)
+            self._push(max(bound, least.seconds), _PartialPlacement(candidate, inner, memory))
 
-    def _open_inner(self, bound: float, node: _Inner) -> None:
+    def _open_inner(self, bound: float, node: _PartialPlacement) -> None:
         if self._degrees(node.candidate) in self.done:
             return
-        for place in self.places.by_inner(node.candidate.degrees)[node.spans]:
-            choice = self._choice(node.candidate, place, node.memory)
-            self.incumbent = min(self.incumbent, choice.seconds)
-            self._push(max(bound, choice.seconds), choice, _simplicity(choice.candidate, choice.place))
+        for placement in self.enumerator.by_layer_axes(node.candidate.degrees)[node.spans]:
+            priced = self._priced_plan(node.candidate, placement, node.memory)
+            self.incumbent = min(self.incumbent, priced.seconds)
+            self._push(max(bound, priced.seconds), priced, _tie_break(priced.candidate, priced.placement))
 
-    def _choice(self, candidate: Candidate, place: Place, memory: Memory) -> Choice:
+    def _priced_plan(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate) -> PricedPlan:
         self.priced += 1
-        prediction = self.pricing.exact(candidate, place, memory)
-        return Choice(question=self.question, candidate=candidate, place=place, prediction=prediction)
+        prediction = self.pricer.price(candidate, placement, memory)
+        return PricedPlan(request=self.request, candidate=candidate, placement=placement, prediction=prediction)
 
-    def _take(self, choice: Choice) -> None:
-        degrees = self._degrees(choice.candidate)
+    def _accept(self, priced: PricedPlan) -> None:
+        degrees = self._degrees(priced.candidate)
         if degrees not in self.done:
             self.done.add(degrees)
-            self.best.append(choice)
+            self.best.append(priced)
 
     @staticmethod
     def _degrees(candidate: Candidate) -> tuple[int, ...]:
-        core, split = candidate.core, candidate.split
-        return core.pp, split.replicate, split.shard, core.cp, core.tp, core.ep
+        shape, data = candidate.shape, candidate.data
+        return shape.pp, data.replicate, data.shard, shape.cp, shape.tp, shape.ep

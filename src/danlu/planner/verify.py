@@ -1,174 +1,177 @@
-"""A layout as the formulas have it beside the same layout as its dry run finds it: what they got wrong, how far.
+"""Compares the predicted memory, FLOPs and traffic of a layout with its dry run.
 
-The dry run is the program itself, so it decides: a layout that the formulas let pass and whose dry run does not fit the
-chip is refused.
+The dry run executes the real program, so it decides: a layout that is predicted to fit but whose dry run does not is
+rejected.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from danlu.cost.memory import Memory
-from danlu.planner.pricing import Pricing
-from danlu.planner.search import Choice
-from danlu.spec.trace import KINDS, DryRun, Trace
+from danlu.cost.memory import MemoryEstimate
+from danlu.planner.pricing import PlanPricer
+from danlu.planner.search import PricedPlan
+from danlu.spec.trace import MEMORY_KINDS, DryRun, Trace
 
 TOLERANCE = 0.1
-"""Share of the program's figure up to which a formula is taken for right."""
-LITTLE = 0.01
-"""Share of all bytes held, or sent, below which a difference does not matter to anybody."""
+"""Relative error up to which a prediction counts as correct."""
+NEGLIGIBLE = 0.01
+"""Share of all bytes held, or sent, below which a difference is ignored."""
 _GROUPS = {
-    "states": (("parameters", "optimizer"), ("parameters", "optimiser")),
+    "states": (("parameters", "optimizer"), ("parameters", "optimizer")),
     "gradients": (("gradients",), ("gradients",)),
     "activations": (("activations", "logits"), ("activations", "communication")),
     "gathered": (("buffers",), ("gathered",)),
 }
-"""Bytes by kind: the formula's names, and the dry run's. Both know parameters in fp32, which the formula counts with
-the optimiser's states, and buffers of transfers, which it counts with activations."""
+"""Bytes by kind: the cost model's names, and the dry run's. The cost model counts fp32 parameters with the optimizer
+states, and transfer buffers with activations."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """One figure, both ways."""
+class FigureComparison:
+    """One figure, predicted and from the dry run."""
 
     figure: str
     unit: str
     """`bytes` or `FLOPs`."""
-    formula: float
-    program: float
+    predicted: float
+    dry_run: float
     matters: bool = True
 
     @property
     def ratio(self) -> float | None:
-        """Formula over program; None where the program has nothing."""
-        return self.formula / self.program if self.program else None
+        """Predicted over dry run; None if the dry run has nothing."""
+        return self.predicted / self.dry_run if self.dry_run else None
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the formula is off by more than the tolerance, in a figure that matters."""
-        return self.matters and abs(self.formula - self.program) > TOLERANCE * self.program
+        """Whether the prediction is off by more than the tolerance, in a figure that matters."""
+        return self.matters and abs(self.predicted - self.dry_run) > TOLERANCE * self.dry_run
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A layout with both its figures, for the rank that the program fills most."""
+class LayoutVerification:
+    """A layout with its figures for the rank that is fullest in the dry run."""
 
-    choice: Choice
-    place: int
-    """Of that rank on the pipeline."""
+    priced_plan: PricedPlan
+    pp_rank: int
+    """Of that rank."""
     rank: int
-    lines: tuple[Line, ...]
-    places: tuple[Line, ...]
-    """Peaks of every place that was run, in order."""
-    device: float
-    """Bytes of the chip by the program's peak, with what the allocator, the context and channels take."""
+    figures: tuple[FigureComparison, ...]
+    pp_rank_peaks: tuple[FigureComparison, ...]
+    """Peaks of every pp rank that was run, in order."""
+    device_bytes: float
+    """Device memory by the dry run's peak, with allocator overhead, context and channels."""
     seconds: float
-    """That the dry run took."""
+    """Duration of the dry run."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_refused(self) -> bool:
-        """Whether the program does not fit a chip that the formulas said it fits."""
-        return self.choice.fits and self.device > self.choice.question.memory
+        """Whether the dry run does not fit a chip although the prediction does."""
+        return self.priced_plan.fits and self.device_bytes > self.priced_plan.request.usable_memory
 
     @property
-    def wrong(self) -> tuple[Line, ...]:
-        """What the formulas got wrong."""
-        return tuple(line for line in (*self.places, *self.lines) if line.is_wrong)
+    def wrong(self) -> tuple[FigureComparison, ...]:
+        """Figures that were predicted wrong."""
+        return tuple(line for line in (*self.pp_rank_peaks, *self.figures) if line.is_wrong)
 
     @property
     def verdict(self) -> str:
-        """One sentence on what the formulas got wrong, and whether the layout stands."""
-        limit = self.choice.question.memory
+        """One sentence: whether the layout is accepted, and which predictions are off."""
+        limit = self.priced_plan.request.usable_memory
         off = ", ".join(f"{line.figure} {_percent(line)}" for line in self.wrong)
-        told = f"beyond {TOLERANCE:.0%} the formula is off in {off}" if off else f"every figure within {TOLERANCE:.0%}"
+        within = f"every figure within {TOLERANCE:.0%}"
+        summary = f"off by more than {TOLERANCE:.0%}: {off}" if off else within
         if self.is_refused:
-            over = (self.device - limit) / 1e9
-            return f"refused: its program takes {over:.1f} GB more than the {limit / 1e9:.1f} GB there are; {told}."
-        return f"stands: {told}."
+            over = (self.device_bytes - limit) / 1e9
+            return f"rejected: the dry run needs {over:.1f} GB over the limit of {limit / 1e9:.1f} GB; {summary}."
+        return f"accepted: {summary}."
 
 
-def _percent(line: Line) -> str:
+def _percent(line: FigureComparison) -> str:
     ratio = line.ratio
-    return "with nothing in the program" if ratio is None else f"by {ratio - 1:+.0%}"
+    return "(none in the dry run)" if ratio is None else f"by {ratio - 1:+.0%}"
 
 
-def places_to_run(choice: Choice) -> tuple[int, ...]:
-    """Places on the pipeline that tell: the first, the last, and the one that the formulas have for the fullest."""
-    memories = Pricing(choice.question).by_place(choice.candidate)
-    fullest = max(range(len(memories)), key=lambda place: memories[place].allocated)
+def pp_ranks_to_run(priced: PricedPlan) -> tuple[int, ...]:
+    """The pp ranks to dry-run: the first, the last, and the one predicted to be fullest."""
+    memories = PlanPricer(priced.request).memory_by_pp_rank(priced.candidate)
+    fullest = max(range(len(memories)), key=lambda pp_rank: memories[pp_rank].allocated)
     return tuple(sorted({0, fullest, len(memories) - 1}))
 
 
-def verified(choice: Choice, run: DryRun) -> Verified:
-    """Hold a layout's formulas against the dry run of some of its ranks."""
-    pricing = Pricing(choice.question)
-    memories = pricing.by_place(choice.candidate)
-    by_place = {trace.place["pp"]: trace for trace in run.traces}
-    worst = max(by_place, key=lambda place: by_place[place].peak.total)
-    trace = by_place[worst]
+def verify_layout(priced: PricedPlan, run: DryRun) -> LayoutVerification:
+    """Compare the predictions of a layout with the dry run of some of its ranks."""
+    pricer = PlanPricer(priced.request)
+    memories = pricer.memory_by_pp_rank(priced.candidate)
+    by_pp_rank = {trace.place["pp"]: trace for trace in run.traces}
+    worst = max(by_pp_rank, key=lambda pp_rank: by_pp_rank[pp_rank].peak.total)
+    trace = by_pp_rank[worst]
     peaks = tuple(
-        Line(f"peak, place {place}", "bytes", memories[place].allocated, by_place[place].peak.total)
-        for place in sorted(by_place)
+        FigureComparison(
+            f"peak, pp rank {pp_rank}", "bytes", memories[pp_rank].allocated, by_pp_rank[pp_rank].peak.total
+        )
+        for pp_rank in sorted(by_pp_rank)
     )
-    counts = pricing.counts(choice.candidate, worst)
-    return Verified(
-        choice=choice,
-        place=worst,
+    counts = pricer.counts(priced.candidate, worst)
+    return LayoutVerification(
+        priced_plan=priced,
+        pp_rank=worst,
         rank=trace.rank,
-        lines=(
+        figures=(
             *_bytes(memories[worst], trace),
-            Line("FLOPs of the step", "FLOPs", counts.flops, trace.flops),
-            *_sent(counts.sent, trace, _along_all(choice, counts.sent)),
+            FigureComparison("FLOPs of the step", "FLOPs", counts.flops, trace.flops),
+            *_sent(counts.sent, trace, _along_all(priced, counts.sent)),
         ),
-        places=peaks,
-        device=memories[worst].with_allocated(trace.peak.total),
+        pp_rank_peaks=peaks,
+        device_bytes=memories[worst].device_bytes_for(trace.peak.total),
         seconds=sum(each.seconds for each in run.traces),
         notes=run.notes,
     )
 
 
-def proposed(found: Sequence[Verified]) -> Verified | None:
-    """The fastest layout that was not refused."""
+def first_accepted(found: Sequence[LayoutVerification]) -> LayoutVerification | None:
+    """The fastest layout that was not rejected."""
     return next((each for each in found if not each.is_refused), None)
 
 
-def _bytes(memory: Memory, trace: Trace) -> list[Line]:
-    held: dict[str, int] = dict(zip(KINDS, trace.peak.held, strict=True))
+def _bytes(memory: MemoryEstimate, trace: Trace) -> list[FigureComparison]:
+    held: dict[str, int] = dict(zip(MEMORY_KINDS, trace.peak.held, strict=True))
     lines = []
     for name, (ours, theirs) in _GROUPS.items():
         formula, program = sum(getattr(memory, kind) for kind in ours), sum(held[kind] for kind in theirs)
-        matters = abs(formula - program) > LITTLE * trace.peak.total
-        lines.append(Line(name, "bytes", formula, program, matters))
+        matters = abs(formula - program) > NEGLIGIBLE * trace.peak.total
+        lines.append(FigureComparison(name, "bytes", formula, program, matters))
     return lines
 
 
-def _along_all(choice: Choice, formula: dict[str, float]) -> tuple[str, ...]:
-    """Axes whose groups are all ranks: the program has one name for them."""
-    degrees = choice.candidate.degrees
+def _along_all(priced: PricedPlan, formula: dict[str, float]) -> tuple[str, ...]:
+    """Axes whose groups are all ranks: the dry run calls all of them `world`."""
+    degrees = priced.candidate.degrees
     ranks = {axis: getattr(degrees, axis) for axis in formula} | {"shard": degrees.shard * degrees.cp}
     return tuple(axis for axis in formula if ranks[axis] == degrees.world)
 
 
-def _sent(formula: dict[str, float], trace: Trace, along_all: tuple[str, ...]) -> list[Line]:
-    """Bytes put into collectives by axis and level; what is received was sent by another."""
+def _sent(formula: dict[str, float], trace: Trace, along_all: tuple[str, ...]) -> list[FigureComparison]:
+    """Bytes put into collectives by axis and level; receives are skipped, since another rank sent them."""
     joined = " and ".join(along_all) or "world"
-    told: dict[str, float] = {}
+    predicted: dict[str, float] = {}
     for axis, size in formula.items():
         name = joined if axis in along_all else axis
-        told[name] = told.get(name, 0.0) + size
-    program: dict[str, float] = {}
+        predicted[name] = predicted.get(name, 0.0) + size
+    dry_run: dict[str, float] = {}
     levels: dict[str, str] = {}
     for call in trace.collectives:
         if call.operation != "receive":
             name = joined if call.axes == "world" else call.axes.removeprefix("expert_")
-            program[name] = program.get(name, 0.0) + call.total
+            dry_run[name] = dry_run.get(name, 0.0) + call.total_payload
             levels.setdefault(name, call.level)
-    whole = sum(program.values())
+    total = sum(dry_run.values())
     lines = []
-    for name in sorted({*told, *program}, key=lambda axis: -program.get(axis, 0.0)):
-        first, second = told.get(name, 0.0), program.get(name, 0.0)
-        matters = abs(first - second) > LITTLE * whole
-        if matters or name in told:
+    for name in sorted({*predicted, *dry_run}, key=lambda axis: -dry_run.get(axis, 0.0)):
+        first, second = predicted.get(name, 0.0), dry_run.get(name, 0.0)
+        matters = abs(first - second) > NEGLIGIBLE * total
+        if matters or name in predicted:
             where = f" ({levels[name]})" if levels.get(name) else ""
-            lines.append(Line(f"sent along {name}{where}", "bytes", first, second, matters))
+            lines.append(FigureComparison(f"sent along {name}{where}", "bytes", first, second, matters))
     return lines

@@ -1,7 +1,7 @@
-"""What a run did, for people: a page, a live line, tables. Reads a run folder and nothing else; loads no torch."""
+"""A run's history for people: a page, a progress line, tables. Reads only a run folder; loads no torch."""
 
-from danlu.report.live import Live, summary
-from danlu.report.page import write_page
-from danlu.report.runs import RunSummary, list_runs
+from danlu.report.progress_display import ProgressDisplay, summary
+from danlu.report.run_page import write_run_page
+from danlu.report.run_tables import RunSummary, list_runs
 
-__all__ = ["Live", "RunSummary", "list_runs", "summary", "write_page"]
+__all__ = ["ProgressDisplay", "RunSummary", "list_runs", "summary", "write_run_page"]

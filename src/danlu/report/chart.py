@@ -1,7 +1,7 @@
-"""Curves over steps as inline SVG: light at any number of steps, sharp at any width, readable without a script.
+"""Curves over steps as inline SVG: small at any number of steps, sharp at any width, readable without a script.
 
-The drawing stretches with the page (its strokes do not), so text stands beside it in HTML, placed
-in per cent: one chart serves a wide screen, a telephone and paper.
+The drawing stretches with the page (its strokes do not), so text is separate HTML, positioned in percent: one chart
+works on a wide screen, a phone and paper.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,41 +12,41 @@ from itertools import accumulate
 from math import ceil, floor, isfinite, log10
 
 WIDTH = 1000
-"""Of every drawing, in its own units; the page stretches it."""
-DOTS = 60
-"""Up to so many points are drawn as dots too, each with its own title."""
+"""Width of every drawing, in its own units; the page stretches it."""
+MAX_DOTS = 60
+"""Up to so many points are also drawn as dots, each with its own title."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One figure over the steps of a run."""
+class ChartSeries:
+    """One quantity over the steps of a run."""
 
     name: str
-    """A word for the page's style and script."""
+    """Name for the page's style and script."""
     title: str
     points: Sequence[Point]
-    """Step and value, in order; a value that is not finite leaves a gap."""
-    text: Callable[[float], str]
-    """How a value is written."""
-    row_text: Callable[[float], str] | None = None
-    """How a round value on the axis is written, where that is shorter."""
-    unit: float = 1.0
-    """What the axis counts in round numbers of: 1024³ for bytes shown in GiB."""
+    """Step and value, in order; a non-finite value leaves a gap."""
+    format_value: Callable[[float], str]
+    """Formats a value."""
+    format_tick: Callable[[float], str] | None = None
+    """Formats a round value on the axis, where that is shorter."""
+    tick_unit: float = 1.0
+    """Unit in which axis ticks are round numbers: 10⁹ for bytes shown in GB."""
     note: str = ""
     smooth: bool = False
-    floor: float | None = None
-    """Where the scale begins, unless a value lies below."""
-    log_from: float | None = None
-    """Ratio of the highest to the lowest value from which the scale is logarithmic; never when left out."""
+    axis_min: float | None = None
+    """Start of the scale, unless a value is below."""
+    log_ratio: float | None = None
+    """Ratio of the highest to the lowest value from which the scale is logarithmic; never if None."""
     reference: tuple[float, str] | None = None
     """A level to compare with, and its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
-    """Moments of a run that every chart shows."""
+class ChartMarkers:
+    """Steps that every chart marks."""
 
     saved: Sequence[int] = ()
     resumed: Sequence[int] = ()
@@ -55,7 +55,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values to places between 0 and `length`."""
+    """Maps values to positions between 0 and `length`."""
 
     low: float
     high: float
@@ -63,7 +63,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Where a value lies."""
+        """The position of a value."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = log10(low), log10(high), log10(value)
@@ -81,16 +81,16 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
-def binary_unit(most: float) -> float:
-    """The largest of B, KiB, MiB, … that a number of bytes is at least two of: what its axis counts in."""
+def byte_unit(most: float) -> float:
+    """The largest of B, kB, MB, … that fits at least twice into a number of bytes: the unit of its axis."""
     unit = 1.0
-    while most >= 2 * 1024 * unit:
-        unit *= 1024
+    while most >= 2 * 1000 * unit:
+        unit *= 1000
     return unit
 
 
-def decades(low: float, high: float) -> list[float]:
-    """Round values within `low` to `high` for a logarithmic scale: powers of ten, and more between them if need be."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round values within `low` to `high` for a logarithmic scale: powers of ten, with more in between if needed."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     values: list[float] = []
     for times in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
@@ -101,8 +101,8 @@ def decades(low: float, high: float) -> list[float]:
     return values[:: ceil(len(values) / 7)] if values else ticks(low, high, 4)
 
 
-def thin(points: Sequence[Point], columns: int) -> list[Point]:
-    """At most two points a pixel column, its lowest and its highest, and always the first and last of all.
+def downsample(points: Sequence[Point], columns: int) -> list[Point]:
+    """At most two points per pixel column, its lowest and its highest, and always the first and last of all.
 
     A spike of a single step among thousands stays visible, which a mean or every n-th point would lose.
     """
@@ -120,19 +120,19 @@ def thin(points: Sequence[Point], columns: int) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """A centred mean, taken twice so that a spike becomes a hill and not a box; it does not lag behind the curve."""
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """A centered mean, applied twice so that a spike becomes a hill and not a box; it does not lag behind the curve."""
     values = [value for _, value in points]
     for _ in range(2):
-        values = _centred_mean(values, smoothing(len(points)) // 2)
+        values = _centered_mean(values, smoothing_window(len(points)) // 2)
     return [(step, value) for (step, _), value in zip(points, values, strict=True)]
 
 
-def _centred_mean(values: Sequence[float], half: int) -> list[float]:
-    """The mean of `half` values to either side.
+def _centered_mean(values: Sequence[float], half: int) -> list[float]:
+    """The mean of `half` values on either side.
 
     At the beginning, where curves are steep, the window narrows on both sides; at the end it keeps
-    what lies before, so that the last noisy step does not bend the curve.
+    the earlier values, so that the last noisy step does not bend the curve.
     """
     sums = [0.0, *accumulate(values)]
     result = []
@@ -142,68 +142,71 @@ def _centred_mean(values: Sequence[float], half: int) -> list[float]:
     return result
 
 
-def smoothing(count: int) -> int:
-    """Steps that a curve of `count` points is averaged over: about a fiftieth of them, odd; 1 for short runs."""
+def smoothing_window(count: int) -> int:
+    """Steps over which a curve of `count` points is averaged: about a fiftieth, odd; 1 for short runs."""
     return 1 if count < 100 else count // 100 * 2 + 3
 
 
-def value_scale(curve: Curve, height: float) -> Scale:
-    """From the lowest value to the highest with a little air."""
+def value_scale(curve: ChartSeries, height: float) -> Scale:
+    """From the lowest value to the highest with a small margin."""
     values = [value for _, value in curve.points if isfinite(value)]
     if curve.reference:
         values.append(curve.reference[0])
     if not values:
         return Scale(0, 1, height)
     low, high = min(values), max(values)
-    if curve.log_from is not None and low > 0 and high / low >= curve.log_from:
+    if curve.log_ratio is not None and low > 0 and high / low >= curve.log_ratio:
         ratio = (high / low) ** 0.06
         return Scale(low / ratio, high * ratio, height, log=True)
-    if curve.floor is not None:
-        low = min(low, curve.floor)
-    air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return Scale(low if low == curve.floor else low - air, high + air, height)
+    if curve.axis_min is not None:
+        low = min(low, curve.axis_min)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return Scale(low if low == curve.axis_min else low - margin, high + margin, height)
 
 
-def _rows(curve: Curve, up: Scale) -> list[float]:
-    """Values the axis names."""
+def _rows(curve: ChartSeries, up: Scale) -> list[float]:
+    """Values of the axis ticks."""
     if up.log:
-        return decades(up.low, up.high)
-    return [row * curve.unit for row in ticks(up.low / curve.unit, up.high / curve.unit, max(3, round(up.length / 45)))]
+        return log_ticks(up.low, up.high)
+    return [
+        row * curve.tick_unit
+        for row in ticks(up.low / curve.tick_unit, up.high / curve.tick_unit, max(3, round(up.length / 45)))
+    ]
 
 
-def draw(curve: Curve, marks: Marks, steps: tuple[int, int], *, height: int, columns: int) -> str:
-    """The figure of one curve: title, drawing, axes and what the script needs to answer the pointer."""
+def render_chart(curve: ChartSeries, marks: ChartMarkers, steps: tuple[int, int], *, height: int, columns: int) -> str:
+    """The figure of one curve: title, drawing, axes and the script's data for the pointer."""
     across = Scale(steps[0], max(steps[1], steps[0] + 1), WIDTH)
     up = value_scale(curve, height)
 
-    def place(point: Point) -> Point:
+    def to_pixels(point: Point) -> Point:
         return across(point[0]), height - up(point[1])
 
     rows = _rows(curve, up)
-    pieces = [_thin_piece(piece, across, columns) for piece in _unbroken(curve.points)]
+    pieces = [_thin_piece(piece, across, columns) for piece in _finite_segments(curve.points)]
     drawing = [
         *(
             f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            for y in (place((0, v))[1] for v in rows)
+            for y in (to_pixels((0, v))[1] for v in rows)
         ),
-        *_moments(marks, across, steps, height),
-        *_reference(curve, place),
-        *_lines(curve, pieces, columns, place),
+        *_event_markers(marks, across, steps, height),
+        *_reference(curve, to_pixels),
+        *_lines(curve, pieces, columns, to_pixels),
     ]
     return (
         f'<figure class="chart {curve.name}">'
         f"<figcaption><h3>{escape(curve.title)}</h3>{_notes(curve, up.log)}</figcaption>"
         f'<div class="plot" style="--height:{height}px">'
         f'<svg viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(_spoken(curve))}">{"".join(drawing)}</svg>'
+        f'aria-label="{escape(_aria_label(curve))}">{"".join(drawing)}</svg>'
         f"{_row_labels(curve, rows, up, height)}{_step_labels(across)}{_reference_label(curve, up, height)}"
         f'<i class="cross"></i><i class="dot"></i><output class="tip"></output></div>'
-        f'<script type="application/json" class="points">{_answers(curve, pieces)}</script></figure>'
+        f'<script type="application/json" class="points">{_tooltip_data(curve, pieces)}</script></figure>'
     )
 
 
-def _unbroken(points: Iterable[Point]) -> list[list[Point]]:
-    """Pieces of the curve between values that are not finite."""
+def _finite_segments(points: Iterable[Point]) -> list[list[Point]]:
+    """Pieces of the curve between non-finite values."""
     pieces: list[list[Point]] = [[]]
     for point in points:
         if isfinite(point[1]):
@@ -214,37 +217,40 @@ def _unbroken(points: Iterable[Point]) -> list[list[Point]]:
 
 
 def _thin_piece(piece: Sequence[Point], across: Scale, columns: int) -> list[Point]:
-    """Its own share of the columns, so that many gaps do not make a heavy page."""
+    """Downsampled to its share of the columns, so that many gaps do not make a large page."""
     share = (across(piece[-1][0]) - across(piece[0][0])) / WIDTH
-    return thin(piece, max(1, ceil(columns * share)))
+    return downsample(piece, max(1, ceil(columns * share)))
 
 
-def _path(points: Sequence[Point], place: Callable[[Point], Point]) -> str:
-    return "".join(f"{'M' if index == 0 else 'L'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(map(place, points)))
+def _path(points: Sequence[Point], to_pixels: Callable[[Point], Point]) -> str:
+    pixels = map(to_pixels, points)
+    return "".join(f"{'M' if index == 0 else 'L'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(pixels))
 
 
-def _lines(curve: Curve, pieces: Sequence[Sequence[Point]], columns: int, place: Callable[[Point], Point]) -> list[str]:
-    """The curve itself, thin where a smoothed one lies over it; dots where there are few."""
+def _lines(
+    curve: ChartSeries, pieces: Sequence[Sequence[Point]], columns: int, to_pixels: Callable[[Point], Point]
+) -> list[str]:
+    """The curve itself, thin under a smoothed one; dots if there are few points."""
     finite = [point for point in curve.points if isfinite(point[1])]
-    is_smoothed = curve.smooth and smoothing(len(finite)) > 1
-    raw = "".join(_path(piece, place) for piece in pieces)
+    is_smoothed = curve.smooth and smoothing_window(len(finite)) > 1
+    raw = "".join(_path(piece, to_pixels) for piece in pieces)
     lines = [f'<path class="{"raw" if is_smoothed else "line"}" d="{raw}"/>']
     if is_smoothed:
-        lines.append(f'<path class="line" d="{_path(thin(smoothed(finite), columns // 2), place)}"/>')
-    if len(finite) <= DOTS:
-        lines += [_dot(curve, point, place) for point in finite]
+        lines.append(f'<path class="line" d="{_path(downsample(smooth(finite), columns // 2), to_pixels)}"/>')
+    if len(finite) <= MAX_DOTS:
+        lines += [_dot(curve, point, to_pixels) for point in finite]
     return lines
 
 
-def _dot(curve: Curve, point: Point, place: Callable[[Point], Point]) -> str:
-    """A line of no length with round ends: a dot that the stretching leaves round."""
-    x, y = place(point)
-    title = f"step {point[0]:.0f}: {curve.text(point[1])}"
+def _dot(curve: ChartSeries, point: Point, to_pixels: Callable[[Point], Point]) -> str:
+    """A line of zero length with round ends: a dot that stays round when stretched."""
+    x, y = to_pixels(point)
+    title = f"step {point[0]:.0f}: {curve.format_value(point[1])}"
     return f'<path class="point" d="M{x:.1f} {y:.1f}h0"><title>{escape(title)}</title></path>'
 
 
-def _moments(marks: Marks, across: Scale, steps: tuple[int, int], height: int) -> list[str]:
-    """Checkpoints as ticks on the floor, restarts as lines through the chart, skipped steps along the ceiling."""
+def _event_markers(marks: ChartMarkers, across: Scale, steps: tuple[int, int], height: int) -> list[str]:
+    """Checkpoints as ticks at the bottom, restarts as lines through the chart, skipped steps at the top."""
 
     def vertical(name: str, label: str, step: int, top: float, bottom: float) -> str:
         x = across(step)
@@ -261,14 +267,14 @@ def _moments(marks: Marks, across: Scale, steps: tuple[int, int], height: int) -
     ]
 
 
-def _reference(curve: Curve, place: Callable[[Point], Point]) -> list[str]:
+def _reference(curve: ChartSeries, to_pixels: Callable[[Point], Point]) -> list[str]:
     if not curve.reference:
         return []
-    y = place((0, curve.reference[0]))[1]
+    y = to_pixels((0, curve.reference[0]))[1]
     return [f'<line class="reference" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>']
 
 
-def _reference_label(curve: Curve, up: Scale, height: int) -> str:
+def _reference_label(curve: ChartSeries, up: Scale, height: int) -> str:
     if not curve.reference:
         return ""
     value, name = curve.reference
@@ -276,8 +282,8 @@ def _reference_label(curve: Curve, up: Scale, height: int) -> str:
     return f'<span class="reference" style="bottom:{bottom:.2%}">{escape(name)} {value:.2f}</span>'
 
 
-def _row_labels(curve: Curve, rows: Sequence[float], up: Scale, height: int) -> str:
-    text = curve.row_text or curve.text
+def _row_labels(curve: ChartSeries, rows: Sequence[float], up: Scale, height: int) -> str:
+    text = curve.format_tick or curve.format_value
     return "".join(
         f'<span class="row" style="bottom:{up(row) / height:.2%}">{escape(text(row))}</span>' for row in rows
     )
@@ -291,46 +297,46 @@ def _step_labels(across: Scale) -> str:
     )
 
 
-def _notes(curve: Curve, log: bool) -> str:
+def _notes(curve: ChartSeries, log: bool) -> str:
     count = sum(isfinite(value) for _, value in curve.points)
     notes = [curve.note] if curve.note else []
-    if curve.smooth and smoothing(count) > 1:
-        notes.append(f"smoothed over {smoothing(count)} steps")
+    if curve.smooth and smoothing_window(count) > 1:
+        notes.append(f"smoothed over {smoothing_window(count)} steps")
     if log:
         notes.append("log scale")
     return f"<small>{escape(' · '.join(notes))}</small>" if notes else ""
 
 
-def _spoken(curve: Curve) -> str:
-    """The curve in a sentence, for those who hear the page."""
+def _aria_label(curve: ChartSeries) -> str:
+    """The curve in a sentence, for screen readers."""
     finite = [point for point in curve.points if isfinite(point[1])]
     if not finite:
         return f"{curve.title}: no value"
-    (first, start), (last, end) = finite[0], finite[-1]
-    return f"{curve.title}: from {curve.text(start)} at step {first:.0f} to {curve.text(end)} at step {last:.0f}"
+    start, end = (f"{curve.format_value(value)} at step {step:.0f}" for step, value in (finite[0], finite[-1]))
+    return f"{curve.title}: from {start} to {end}"
 
 
-def _answers(curve: Curve, pieces: Sequence[Sequence[Point]]) -> str:
-    """For every drawn point its step and how its value is written, in the order of the path."""
-    pairs = (f'[{step:.0f},"{escape(curve.text(value))}"]' for piece in pieces for step, value in piece)
+def _tooltip_data(curve: ChartSeries, pieces: Sequence[Sequence[Point]]) -> str:
+    """For every drawn point its step and its formatted value, in the order of the path."""
+    pairs = (f'[{step:.0f},"{escape(curve.format_value(value))}"]' for piece in pieces for step, value in piece)
     return f"[{','.join(pairs)}]"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a bar."""
+class BarSegment:
+    """A segment of a bar."""
 
-    tone: str
-    """Its class in the page's style, which colours it."""
+    css_class: str
+    """Its class in the page's style, which sets its color."""
     value: float
     title: str
 
 
-def bar(parts: Sequence[Part], full: float) -> str:
-    """Pieces side by side, as wide as their share of `full`; what is there is never too thin to see."""
-    pieces = "".join(
-        f'<i class="{part.tone}" style="width:{part.value / full:.2%}" title="{escape(part.title)}"></i>'
-        for part in parts
-        if part.value > 0
+def render_bar(segments: Sequence[BarSegment], full: float) -> str:
+    """Segments side by side, as wide as their share of `full`; a non-zero one is never too thin to see."""
+    shown = "".join(
+        f'<i class="{segment.css_class}" style="width:{segment.value / full:.2%}" title="{escape(segment.title)}"></i>'
+        for segment in segments
+        if segment.value > 0
     )
-    return f'<div class="bar">{pieces}</div>'
+    return f'<div class="bar">{shown}</div>'

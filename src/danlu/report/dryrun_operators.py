@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from html import escape
 from typing import get_args
 
-from danlu.report import wording
-from danlu.report.chart import Part, bar
-from danlu.spec.trace import Operator, Phase, Trace
+from danlu.report import formatting
+from danlu.report.chart import BarSegment, render_bar
+from danlu.spec.trace import OperatorStats, Phase, Trace
 
-MOST = 12
+MAX_ROWS = 12
 """Rows of a table."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one module does in one phase of the step."""
+class ModulePhaseCost:
+    """Cost of one module in one phase of the step."""
 
     module: str
     phase: Phase
@@ -25,9 +25,9 @@ class Share:
     amount: float
 
 
-def heaviest(operators: Sequence[Operator], weigh: Callable[[Operator], float]) -> list[Share]:
-    """Modules and phases by the weight of their operators, heaviest first; without those that weigh nothing."""
-    groups: dict[tuple[str, Phase], list[Operator]] = {}
+def top_modules(operators: Sequence[OperatorStats], weigh: Callable[[OperatorStats], float]) -> list[ModulePhaseCost]:
+    """Modules and phases by the cost of their operators, heaviest first; without those of zero cost."""
+    groups: dict[tuple[str, Phase], list[OperatorStats]] = {}
     for operator in operators:
         if weigh(operator) > 0:
             groups.setdefault((operator.module, operator.phase), []).append(operator)
@@ -35,12 +35,16 @@ def heaviest(operators: Sequence[Operator], weigh: Callable[[Operator], float]) 
     return sorted(shares, key=lambda share: -share.amount)
 
 
-def _share(module: str, phase: Phase, group: Sequence[Operator], weigh: Callable[[Operator], float]) -> Share:
+def _share(
+    module: str, phase: Phase, group: Sequence[OperatorStats], weigh: Callable[[OperatorStats], float]
+) -> ModulePhaseCost:
     by_name: dict[str, float] = {}
     for operator in group:
         by_name[operator.name] = by_name.get(operator.name, 0.0) + weigh(operator)
     names = sorted(by_name, key=lambda name: -by_name[name])
-    return Share(module, phase, tuple(names), sum(operator.count for operator in group), sum(by_name.values()))
+    return ModulePhaseCost(
+        module, phase, tuple(names), sum(operator.count for operator in group), sum(by_name.values())
+    )
 
 
 def phase_flops(trace: Trace) -> dict[Phase, float]:
@@ -53,39 +57,41 @@ def phase_flops(trace: Trace) -> dict[Phase, float]:
 
 def operator_tables(trace: Trace) -> str:
     """Two tables side by side: heaviest by FLOPs, and by bytes read and written."""
-    flops = heaviest(trace.operators, lambda operator: operator.flops * operator.count)
-    moved = heaviest(trace.operators, lambda operator: float(operator.bytes * operator.count))
+    flops = top_modules(trace.operators, lambda operator: operator.flops * operator.count)
+    moved = top_modules(trace.operators, lambda operator: float(operator.bytes * operator.count))
     if not moved:
         return '<p class="soft">No operator was recorded.</p>'
     return (
-        f'<div class="pair">{_table("By FLOPs", "FLOPs", flops, wording.work, _phases(trace))}'
-        f"{_table('By bytes read and written', 'bytes', moved, wording.size, '')}</div>"
+        f'<div class="pair">{_table("By FLOPs", "FLOPs", flops, formatting.flop_count, _phases(trace))}'
+        f"{_table('By bytes read and written', 'bytes', moved, formatting.size, '')}</div>"
     )
 
 
 def _phases(trace: Trace) -> str:
-    """How the FLOPs fall on the phases, in a few words."""
+    """The share of the FLOPs of each phase."""
     total = trace.flops
-    return " · ".join(f"{wording.percent(some / total)} {phase}" for phase, some in phase_flops(trace).items() if some)
+    return " · ".join(
+        f"{formatting.percent(some / total)} {phase}" for phase, some in phase_flops(trace).items() if some
+    )
 
 
-def _table(title: str, unit: str, shares: Sequence[Share], text: Callable[[float], str], note: str) -> str:
+def _table(title: str, unit: str, shares: Sequence[ModulePhaseCost], text: Callable[[float], str], note: str) -> str:
     total = sum(share.amount for share in shares)
     full = shares[0].amount if shares else 1.0
     lines = "".join(
         f'<tr><td class="wide"><code>{escape(share.module) or "outside any module"}</code>'
-        f'<small title="{escape(", ".join(share.operators))}">{escape(_called(share))}</small></td>'
+        f'<small title="{escape(", ".join(share.operators))}">{escape(_format_calls(share))}</small></td>'
         f'<td><span class="phase p-{share.phase}">{share.phase}</span></td>'
         f'<td class="number">{text(share.amount)}</td><td class="share"><div>'
-        f"{bar([Part(f'p-{share.phase}', share.amount, text(share.amount))], full)}"
-        f"<span>{wording.percent(share.amount / total)}</span></div></td></tr>"
-        for share in shares[:MOST]
+        f"{render_bar([BarSegment(f'p-{share.phase}', share.amount, text(share.amount))], full)}"
+        f"<span>{formatting.percent(share.amount / total)}</span></div></td></tr>"
+        for share in shares[:MAX_ROWS]
     )
-    rest = sum(share.amount for share in shares[MOST:])
+    rest = sum(share.amount for share in shares[MAX_ROWS:])
     more = (
-        f'<p class="soft">{len(shares) - MOST:,} more take {wording.percent(rest / total)} of {text(total)}.</p>'
-        if len(shares) > MOST
-        else f'<p class="soft">{text(total)} in all.</p>'
+        f'<p class="soft">{len(shares) - MAX_ROWS:,} more take {formatting.percent(rest / total)} of {text(total)}.</p>'
+        if len(shares) > MAX_ROWS
+        else f'<p class="soft">{text(total)} in total.</p>'
     )
     return (
         f'<div><div class="head"><h4>{title}</h4><small>{escape(note)}</small></div><table class="operators">'
@@ -94,6 +100,6 @@ def _table(title: str, unit: str, shares: Sequence[Share], text: Callable[[float
     )
 
 
-def _called(share: Share) -> str:
-    """`8 calls · aten.mm`: how often, and of what, as far as there is room."""
+def _format_calls(share: ModulePhaseCost) -> str:
+    """`8 calls · aten.mm`: how often, and which operators."""
     return f"{share.calls:,} call{'s' * (share.calls != 1)} · {', '.join(share.operators)}"

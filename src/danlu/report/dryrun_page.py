@@ -1,35 +1,35 @@
-"""The page of a dry run: does it fit, where is the peak, what goes over which network, how the pipeline fills."""
+"""The page of a dry run: does it fit, where is the peak, the traffic by network level, the pipeline schedule."""
 
 from html import escape
 from math import prod
 
-from danlu.cost.pipeline import ScheduleError
-from danlu.report import wording
-from danlu.report.dryrun_memory import memory_figure, peaks, where, whole_size, worst
+from danlu.cost.pipeline_simulator import ScheduleError
+from danlu.report import formatting
+from danlu.report.dryrun_memory import describe_location, format_round_size, max_memory_trace, memory_figure, peak_bars
 from danlu.report.dryrun_operators import operator_tables, phase_flops
-from danlu.report.dryrun_schedule import Timed, schedule_figure, time_schedule
-from danlu.report.dryrun_traffic import sent, traffic_figure
-from danlu.report.frame import MARK, document, facts_list, footer, tile_row
+from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure, time_schedule
+from danlu.report.dryrun_traffic import total_payload_bytes, total_wire_bytes, traffic_figure
+from danlu.report.page_template import LOGO, facts_list, page_footer, render_document, tile_row
 from danlu.spec.trace import DryRun, Trace
 
 _AXES = {
-    "pp": "{} pipeline places",
-    "replicate": "{} copies of the model",
+    "pp": "pipeline over {} ranks",
+    "replicate": "{} replicas",
     "shard": "states sharded over {}",
-    "cp": "every sequence shared by {}",
-    "tp": "every matrix shared by {}",
-    "ep": "experts spread over {}",
+    "cp": "context parallel over {}",
+    "tp": "tensor parallel over {}",
+    "ep": "expert parallel over {}",
 }
-"""Degrees in words, outermost first."""
+"""Texts for the degrees, outermost first."""
 
 
 def dryrun_page(run: DryRun) -> str:
     """One self-contained page that shows a dry run; write it to a file and open it in a browser."""
     if not run.traces:
-        raise ValueError("a dry run must hold the trace of at least one rank, but holds none")
-    heaviest = worst(run.traces)
-    timed, problem = _timed(run)
-    several = f"<h2>Memory of every rank at its peak</h2>{peaks(run.traces, run.memory_limit)}"
+        raise ValueError("a dry run must have the trace of at least one rank, but has none")
+    heaviest = max_memory_trace(run.traces)
+    timed, problem = _timed_schedule(run)
+    several = f"<h2>Memory of every rank at its peak</h2>{peak_bars(run.traces, run.memory_limit)}"
     body = [
         _header(run, heaviest),
         _tiles(run, heaviest, timed),
@@ -37,76 +37,77 @@ def dryrun_page(run: DryRun) -> str:
         f"<h2>Pipeline</h2>{schedule_figure(run, timed) if timed else problem}" if run.schedule else "",
         f"<h2>{'Rank by rank' if len(run.traces) > 1 else 'The rank'}</h2>",
         *(_rank(run, trace, is_open=trace is heaviest) for trace in run.traces),
-        footer(),
+        page_footer(),
     ]
-    return document(f"{run.name}, dry run", "".join(body), styles=("page.css", "dryrun.css"))
+    return render_document(f"{run.name}, dry run", "".join(body), styles=("page.css", "dryrun.css"))
 
 
-def _timed(run: DryRun) -> tuple[Timed | None, str]:
-    """The schedule with its times; where there are none, why, as a card of the page."""
+def _timed_schedule(run: DryRun) -> tuple[TimedSchedule | None, str]:
+    """The schedule with its times; if there are none, the reason, as a card of the page."""
     try:
         return time_schedule(run), ""
     except ScheduleError as error:
-        words = escape(f"The schedule cannot be drawn: {error}.")
-        return None, f'<div class="card"><p class="soft">{words}</p></div>'
+        reason = escape(f"The schedule cannot be drawn: {error}.")
+        return None, f'<div class="card"><p class="soft">{reason}</p></div>'
 
 
 def _header(run: DryRun, heaviest: Trace) -> str:
     facts = {
         "ranks": f"{_world(run):,}",
-        "layout": layout_words(run.degrees),
+        "layout": describe_layout(run.degrees),
+        "precision": run.precision or formatting.MISSING,
         "microbatches": f"{run.microbatches:,}",
-        "cluster": run.cluster or wording.MISSING,
+        "cluster": run.cluster or formatting.MISSING,
     }
     fits = run.memory_limit is None or heaviest.peak.total <= run.memory_limit
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _gaps(run))
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _caveats(run))
     return (
-        f'<header>{MARK}<div class="title"><h1>{escape(run.name)}</h1><span class="state dry">dry run</span></div>'
+        f'<header>{LOGO}<div class="title"><h1>{escape(run.name)}</h1><span class="state dry">dry run</span></div>'
         f'{facts_list(facts)}<p class="note {"fits" if fits else "failed"}">{escape(verdict(run))}</p>{notes}</header>'
     )
 
 
-def layout_words(degrees: dict[str, int]) -> str:
-    """The degrees that are not 1, in plain words."""
-    words = [text.format(f"{degrees[axis]:,}") for axis, text in _AXES.items() if degrees.get(axis, 1) > 1]
-    words += [f"{axis} {degree:,}" for axis, degree in degrees.items() if axis not in _AXES and degree > 1]
-    return " · ".join(words) or "one rank"
+def describe_layout(degrees: dict[str, int]) -> str:
+    """The degrees that are not 1, as text."""
+    texts = [text.format(f"{degrees[axis]:,}") for axis, text in _AXES.items() if degrees.get(axis, 1) > 1]
+    texts += [f"{axis} {degree:,}" for axis, degree in degrees.items() if axis not in _AXES and degree > 1]
+    return " · ".join(texts) or "one rank"
 
 
 def verdict(run: DryRun) -> str:
-    """Whether the run fits its chips, and what makes the peak, in a sentence or two."""
-    heaviest = worst(run.traces)
+    """Whether the run fits its chips, and what causes the peak, in a sentence or two."""
+    heaviest = max_memory_trace(run.traces)
     peak, limit = heaviest.peak, run.memory_limit
     if limit is None:
-        words = f"Needs {wording.size(peak.total)} a rank"
+        needs = f"Needs {formatting.size(peak.total)} per rank"
     elif peak.total <= limit:
-        words = f"Fits: needs {_of(peak.total, limit)}"
+        needs = f"Fits: needs {_format_of_limit(peak.total, limit)}"
     else:
-        words = f"Does not fit: needs {_of(peak.total, limit)}, {wording.size(peak.total - limit)} too much"
+        needs = f"Does not fit: needs {_format_of_limit(peak.total, limit)}, {formatting.size(peak.total - limit)} over"
     during = f", microbatch {peak.microbatch:,}," if peak.microbatch is not None and run.microbatches > 1 else ""
-    return f"{words}; the peak is in {where(peak)}{during} on rank {heaviest.rank:,}."
+    return f"{needs}; the peak is in {describe_location(peak)}{during} on rank {heaviest.rank:,}."
 
 
-def _of(needed: int, limit: int) -> str:
-    """`41.2 of 80 GiB`: the unit once if both have the same."""
-    some, all_of_it = wording.size(needed), whole_size(limit)
-    number, unit = some.split(" ")
-    return f"{number if all_of_it.endswith(unit) else some} of {all_of_it}"
+def _format_of_limit(needed: int, limit: int) -> str:
+    """`41.2 of 80 GB`: the unit once if both have the same."""
+    needed_text, limit_text = formatting.size(needed), format_round_size(limit)
+    number, unit = needed_text.split(" ")
+    return f"{number if limit_text.endswith(unit) else needed_text} of {limit_text}"
 
 
-def _gaps(run: DryRun) -> list[str]:
-    """What the page cannot speak for."""
+def _caveats(run: DryRun) -> list[str]:
+    """What the page does not cover."""
     classes = {trace.place.get("pp", 0): trace.stands_for for trace in run.traces}
     missing = _world(run) - sum(classes.values())
     notes = []
     if missing > 0:
         notes.append(
-            f"{missing:,} of {_world(run):,} ranks do other work than those that were run, so their peak may be higher."
+            f"{missing:,} of {_world(run):,} ranks do different work from those that were run: their peak may be higher"
         )
     folded = [trace for trace in run.traces if trace.folded]
     if folded:
         most = max(trace.folded for trace in folded)
-        notes.append(f"Up to {most:,} layers of a rank were counted, not run, because they are like their neighbours.")
+        notes.append(f"Up to {most:,} identical layers of a rank were extrapolated, not run.")
     return notes
 
 
@@ -114,46 +115,54 @@ def _world(run: DryRun) -> int:
     return prod(degree for axis, degree in run.degrees.items() if axis != "ep")
 
 
-def _tiles(run: DryRun, heaviest: Trace, timed: Timed | None) -> str:
+def _tiles(run: DryRun, heaviest: Trace, timed: TimedSchedule | None) -> str:
     busiest = max(run.traces, key=lambda trace: trace.flops)
-    again = phase_flops(busiest)["recompute"]
-    loudest = max(run.traces, key=sent)
+    recomputed = phase_flops(busiest)["recompute"]
+    loudest = max(run.traces, key=total_wire_bytes)
     limit = run.memory_limit
+    in_precision = f"per rank, in {run.precision}" if run.precision else "per rank"
     seconds = sum(trace.seconds for trace in run.traces)
     ranks = f"{len(run.traces)} rank{'s' * (len(run.traces) != 1)} run"
     return tile_row(
         [
             (
                 "Peak memory",
-                wording.size(heaviest.peak.total),
-                f"{wording.percent(heaviest.peak.total / limit)} of a chip" if limit else f"rank {heaviest.rank:,}",
+                formatting.size(heaviest.peak.total),
+                f"{formatting.percent(heaviest.peak.total / limit)} of a chip" if limit else f"rank {heaviest.rank:,}",
             ),
             (
-                "Work a step",
-                wording.work(busiest.flops),
-                f"a rank, {wording.percent(again / busiest.flops)} computed again" if again else "a rank",
+                "Work per step",
+                formatting.flop_count(busiest.flops),
+                f"{in_precision}, {formatting.percent(recomputed / busiest.flops)} recomputed"
+                if recomputed
+                else in_precision,
             ),
-            ("Sent a step", wording.size(sent(loudest)), f"by rank {loudest.rank:,}"),
+            (
+                "On the wire per step",
+                formatting.size(total_wire_bytes(loudest)),
+                f"sent by rank {loudest.rank:,} for a payload of {formatting.size(total_payload_bytes(loudest))}",
+            ),
             (
                 "Bubble",
-                wording.percent(timed.timeline.bubble if timed else None),
+                formatting.percent(timed.timeline.bubble_fraction if timed else None),
                 "of the pipeline's time" if timed else "see below" if run.schedule else "no pipeline",
             ),
             ("Ranks", f"{_world(run):,}", ranks),
-            ("Took", wording.duration(seconds), "without the machine"),
+            ("Dry run took", formatting.duration(seconds), "without the cluster"),
         ]
     )
 
 
 def _rank(run: DryRun, trace: Trace, is_open: bool) -> str:
-    """All that one rank does, folded away unless it is the one that needs most."""
-    place = f"place {trace.place['pp']} of the pipeline" if run.degrees.get("pp", 1) > 1 and "pp" in trace.place else ""
-    alike = f"stands for {trace.stands_for:,} ranks" if trace.stands_for > 1 else ""
-    words = " · ".join(word for word in (place, alike) if word)
-    figures = f"{wording.size(trace.peak.total)} · {wording.work(trace.flops)} · {wording.size(sent(trace))} sent"
+    """Everything about one rank, collapsed unless it is the one that needs the most memory."""
+    pp_rank = f"pp rank {trace.place['pp']}" if run.degrees.get("pp", 1) > 1 and "pp" in trace.place else ""
+    represents = f"represents {trace.stands_for:,} ranks" if trace.stands_for > 1 else ""
+    notes = " · ".join(note for note in (pp_rank, represents) if note)
+    wire = f"{formatting.size(total_wire_bytes(trace))} on the wire"
+    figures = f"{formatting.size(trace.peak.total)} · {formatting.flop_count(trace.flops)} · {wire}"
     steps = trace.memory[-1].at if trace.memory else trace.peak.at
     return (
-        f'<details class="card rank"{" open" if is_open else ""}><summary>Rank {trace.rank:,}<small>{escape(words)}'
+        f'<details class="card rank"{" open" if is_open else ""}><summary>Rank {trace.rank:,}<small>{escape(notes)}'
         f"</small><small>{figures}</small></summary>"
         f'<section><div class="head"><h3>Memory over the step</h3><small>{steps:,} operators from left to right'
         f"</small></div>{memory_figure(trace, run.memory_limit)}</section>"

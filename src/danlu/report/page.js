@@ -1,4 +1,4 @@
-// Answers the pointer: the same step is shown in every chart. The page is complete without it.
+// Shows the step under the pointer in every chart. The page is complete without it.
 const charts = [...document.querySelectorAll(".chart")].map((chart) => ({
   plot: chart.querySelector(".plot"),
   svg: chart.querySelector("svg"),

@@ -1,165 +1,153 @@
-"""The page of a planner's answer: the machine with the axes on it, where time and bytes go, schedule, more chips."""
+"""The page of a search result: axes on the network, time and memory, pipeline schedule, scaling."""
 
 from collections.abc import Sequence
 from html import escape
 
-from danlu.cost.pipeline import ACTION_KINDS, ActionKind, simulate
-from danlu.cost.schedule import HALVING, actions_of
-from danlu.planner.explain import PARTS, TRAFFIC, Hold, Refusal, bottleneck
+from danlu.cost.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES, pipeline_actions
+from danlu.cost.pipeline_simulator import ACTION_KINDS, ActionKind, simulate
+from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
-from danlu.planner.search import Answer, Choice
-from danlu.report import wording
-from danlu.report.chart import Curve, Marks, Part, bar, draw
-from danlu.report.dryrun_schedule import Timed, schedule_figure
-from danlu.report.frame import MARK, document, facts_list, footer, tile_row
-from danlu.report.layout import layout
+from danlu.planner.search import PricedPlan, SearchResult
+from danlu.report import formatting
+from danlu.report.chart import BarSegment, ChartMarkers, ChartSeries, render_bar, render_chart
+from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure
+from danlu.report.layout_section import layout_section
+from danlu.report.page_template import LOGO, facts_list, page_footer, render_document, tile_row
 from danlu.report.plan_tables import (
-    KINDS,
+    MEMORY_LABELS,
     degrees_text,
-    gigabytes,
+    format_gb,
     goodput_text,
-    placing_text,
+    placement_text,
+    precision_loss,
     schedule_text,
     step_text,
 )
+from danlu.report.precision_text import format_question_peak, slow_precision_note
 from danlu.spec.trace import DryRun
 
-_TONES = {
-    "linear": "p-forward",
-    "attention": "p-forward mixed",
-    "elementwise": "k-gathered",
-    "head": "k-optimiser",
-    "recompute": "p-recompute",
-    "tensor": "a-tp",
-    "context": "a-cp",
-    "expert": "a-ep",
-    "gather": "a-shard mixed",
-    "gradients": "a-replicate",
-    "parameters": "a-replicate",
-    "transfer": "a-pp",
-    "bubble": "a-pp mixed",
-}
-"""Classes of the page's style by part of a step; what has none is grey."""
 _MEMORY = {
     "parameters": "k-parameters",
     "gradients": "k-gradients",
-    "optimizer": "k-optimiser",
+    "optimizer": "k-optimizer",
     "activations": "k-activations",
     "logits": "k-communication",
     "buffers": "k-gathered",
 }
-Scaling = Sequence[tuple[int, Choice | None]]
+ScalingPoints = Sequence[tuple[int, PricedPlan | None]]
 """The best layouts for several numbers of chips."""
-MOST_BOXES = 4096
+MAX_BOXES = 4096
 """Actions of a schedule that are drawn; a larger one would make the page slow."""
 
 
 def plan_page(
-    answer: Answer, found: list[Hold], refused: list[Refusal], kept: Goodput | None, scaling: Scaling = ()
+    result: SearchResult,
+    found: list[LevelCost],
+    rejections: list[Rejection],
+    goodput: Goodput | None,
+    scaling: ScalingPoints = (),
 ) -> str:
-    """One self-contained page that shows an answer; write it to a file and open it in a browser."""
-    best, question = answer.best[0], answer.question
+    """One self-contained HTML page for a search result."""
+    best, request = result.best[0], result.request
     body = [
-        _header(answer),
-        _tiles(best, kept),
-        f'<p class="note">{escape(str(goodput_text(best, kept)))}</p>',
-        f"<h2>Side by side</h2>{_table(answer.best, kept)}",
+        _header(result),
+        _tiles(best, goodput),
+        f'<p class="note">{escape(str(goodput_text(best, goodput)))}</p>',
+        f"<h2>Side by side</h2>{_table(result.best, goodput)}",
         f"<h2>The machine, level by level</h2>{_levels(best, found)}",
-        f"<h2>Where the time goes</h2>{_time(answer.best)}",
-        f"<h2>Bytes of the fullest chip</h2>{_memory(answer.best)}",
-        f"<h2>Layout</h2>{layout(best.plan, question.recipe, question.cluster)}",
+        f"<h2>Where the time goes</h2>{_time(result.best)}",
+        f"<h2>Memory of the fullest chip</h2>{_memory(result.best)}",
+        f"<h2>Layout</h2>{layout_section(best.plan, request.recipe, request.cluster)}",
         _schedule(best),
         _scaling(scaling),
-        f"<h2>Why not</h2>{_refusals(refused)}",
-        footer(),
+        f"<h2>Why not</h2>{_rejections(rejections)}",
+        page_footer(),
     ]
-    title = f"{question.recipe.name} on {question.cluster.name}"
-    return document(title, "".join(body), styles=("page.css", "dryrun.css"))
+    title = f"{request.recipe.name} on {request.cluster.name}"
+    return render_document(title, "".join(body), styles=("page.css", "dryrun.css"))
 
 
-def _header(answer: Answer) -> str:
-    question = answer.question
+def _header(result: SearchResult) -> str:
+    request = result.request
     facts = {
-        "model": question.model.name,
-        "chips": f"{question.chips:,} of {question.cluster.chips:,}",
-        "cluster": question.cluster.name,
-        "layouts searched": f"{answer.layouts:,}",
-        "priced in full": f"{answer.priced:,}",
+        "model": request.model.name,
+        "precision": format_question_peak(request),
+        "chips": f"{request.chips:,} of {request.cluster.chips:,}",
+        "cluster": request.cluster.name,
+        "layouts searched": f"{result.layouts_searched:,}",
+        "priced in full": f"{result.priced:,}",
     }
-    notes = "".join(f'<p class="note">Assumed: {escape(note)}.</p>' for note in answer.best[0].prediction.notes)
+    notes = "".join(f'<p class="note">Assumed: {escape(note)}.</p>' for note in result.best[0].prediction.assumptions)
+    lost = precision_loss(result.best[0])
+    slow = f'<p class="note">{escape(slow_precision_note(lost))}.</p>' if lost else ""
     return (
-        f'<header>{MARK}<div class="title"><h1>{escape(question.recipe.name)}</h1>'
+        f'<header>{LOGO}<div class="title"><h1>{escape(request.recipe.name)}</h1>'
         f'<span class="state dry">plan</span></div>{facts_list(facts)}'
-        f'<p class="note fits">{escape(degrees_text(answer.best[0]))}. {escape(placing_text(answer.best[0]))}</p>'
-        f"{notes}</header>"
+        f'<p class="note fits">{escape(degrees_text(result.best[0]))}. {escape(placement_text(result.best[0]))}</p>'
+        f"{slow}{notes}</header>"
     )
 
 
-def _tiles(best: Choice, kept: Goodput | None) -> str:
-    effective = best.tokens_per_second * kept.share if kept else None
+def _tiles(best: PricedPlan, goodput: Goodput | None) -> str:
+    effective = best.tokens_per_second * goodput.share if goodput else None
     return tile_row(
         [
-            ("step", step_text(best.seconds), f"held back by {bottleneck(best)}"),
-            ("tokens a second", wording.count(best.tokens_per_second), "while nothing breaks"),
-            ("MFU", wording.percent(best.mfu), f"of {wording.flops(_peak(best))} a chip"),
-            ("goodput", wording.count(effective), "tokens a second, failures included"),
-            ("fullest chip", gigabytes(best.bytes), f"of {gigabytes(best.question.cluster.chip.memory)}"),
+            ("step", step_text(best.seconds), f"bottleneck: {bottleneck(best)}"),
+            ("tokens per second", formatting.count(best.tokens_per_second), "without failures"),
+            ("MFU", formatting.percent(best.mfu), f"of {format_question_peak(best.request)}"),
+            ("goodput", formatting.count(effective), "tokens per second, with failures"),
+            ("fullest chip", format_gb(best.peak_bytes), f"of {format_gb(best.request.cluster.chip.memory)}"),
         ]
     )
 
 
-def _peak(choice: Choice) -> float:
-    peak = choice.question.cluster.chip.peak
-    return peak.get(choice.question.dtype) or max(peak.values())  # type: ignore[call-overload]
-
-
-def _table(choices: Sequence[Choice], kept: Goodput | None) -> str:
-    names = ("layout", "schedule", "microbatch", "recompute", "step", "tokens/s", "MFU", "bytes", "held back by")
+def _table(plans: Sequence[PricedPlan], goodput: Goodput | None) -> str:
+    names = ("layout", "schedule", "microbatch", "recompute", "step", "tokens/s", "MFU", "memory", "bottleneck")
     rows = []
-    for choice in choices:
+    for priced in plans:
         cells = (
-            degrees_text(choice),
-            schedule_text(choice),
-            f"{choice.microbatch} × {choice.candidate.core.microbatches}",
-            choice.candidate.work.recompute,
-            step_text(choice.seconds),
-            wording.count(choice.tokens_per_second),
-            wording.percent(choice.mfu),
-            gigabytes(choice.bytes),
-            bottleneck(choice),
+            degrees_text(priced),
+            schedule_text(priced),
+            f"{priced.microbatch_size} × {priced.candidate.shape.microbatches}",
+            priced.candidate.schedule.recompute,
+            step_text(priced.seconds),
+            formatting.count(priced.tokens_per_second),
+            formatting.percent(priced.mfu),
+            format_gb(priced.peak_bytes),
+            bottleneck(priced),
         )
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="card scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f'<div class="card scroll"><table class="figures"><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _levels(best: Choice, found: Sequence[Hold]) -> str:
-    """From the innermost level outwards: how wide it is, which axes lie on it, and what it costs."""
-    cost = {hold.level: hold for hold in found}
-    spans = dict(best.place.spans)
+def _levels(best: PricedPlan, found: Sequence[LevelCost]) -> str:
+    """From the innermost level outwards: its bandwidth, the axes on it, and its cost."""
+    cost = {level_cost.level: level_cost for level_cost in found}
+    spans = dict(best.placement.group_shapes)
     axes = {"tp": "tp", "cp": "cp", "shard×cp": "shard×cp", "replicate": "replicate", "ep": "ep", "pp": "pp"}
     rows = []
-    for index, level in enumerate(best.question.cluster.levels):
+    for index, level in enumerate(best.request.cluster.levels):
         here = [
             f'<span class="phase a-{name.partition("×")[0]}">{name} {spans[name][index]}</span>'
             for name in axes
             if spans[name][index] > 1
         ]
-        taper = f", {level.oversubscription:g}:1 narrower" if level.oversubscription > 1 else ""
-        hold = cost[level.name]
+        taper = f", {level.oversubscription:g}:1 oversubscribed" if level.oversubscription > 1 else ""
+        level_cost = cost[level.name]
         rows.append(
-            f"<tr><td><b>{escape(level.name)}</b><br><small>{level.fanout} × {level.bandwidth / 1e9:g} GB/s a chip"
+            f"<tr><td><b>{escape(level.name)}</b><br><small>{level.fanout} × {level.bandwidth / 1e9:g} GB/s per chip"
             f"{taper}</small></td><td>{' '.join(here) or '<span class=soft>nothing</span>'}</td>"
-            f'<td class="number">{hold.seconds:.3f} s</td><td class="number">'
-            f"{wording.percent(max(0.0, hold.seconds) / best.seconds)}</td></tr>"
+            f'<td class="number">{level_cost.seconds:.3f} s</td><td class="number">'
+            f"{formatting.percent(max(0.0, level_cost.seconds) / best.seconds)}</td></tr>"
         )
-    head = "<tr><th>level</th><th>members of groups on it</th><th>costs a step</th><th></th></tr>"
+    head = "<tr><th>level</th><th>group members on it</th><th>cost per step</th><th></th></tr>"
     return f'<div class="card"><table>{head}{"".join(rows)}</table></div>'
 
 
-def _bars(rows: Sequence[tuple[str, Sequence[Part], float, str]], keys: Sequence[tuple[str, str]]) -> str:
+def _bars(rows: Sequence[tuple[str, Sequence[BarSegment], float, str]], keys: Sequence[tuple[str, str]]) -> str:
     drawn = "".join(
-        f'<div class="level"><span>{escape(name)}</span><div class="track">{bar(parts, full)}</div>'
+        f'<div class="level"><span>{escape(name)}</span><div class="track">{render_bar(parts, full)}</div>'
         f"<span>{escape(text)}</span></div>"
         for name, parts, full, text in rows
     )
@@ -167,79 +155,87 @@ def _bars(rows: Sequence[tuple[str, Sequence[Part], float, str]], keys: Sequence
     return f'<div class="card"><div class="levels">{drawn}</div><div class="swatches">{swatches}</div></div>'
 
 
-def _time(choices: Sequence[Choice]) -> str:
-    full = max(choice.seconds for choice in choices)
+def _time(plans: Sequence[PricedPlan]) -> str:
+    full = max(priced.seconds for priced in plans)
     rows, used = [], {}
-    for number, choice in enumerate(choices, start=1):
+    for number, priced in enumerate(plans, start=1):
         parts = []
-        for name, words in PARTS.items():
-            seconds = choice.prediction.parts.get(name, 0.0)
-            if seconds > 1e-3 * choice.seconds:
-                tone = _TONES.get(name, "a-other")
+        for name, words in PART_LABELS.items():
+            seconds = priced.prediction.parts.get(name, 0.0)
+            if seconds > 1e-3 * priced.seconds:
+                tone = f"s-{name}"
                 used[words] = tone
-                kind = "exposed traffic, " if name in TRAFFIC else ""
-                parts.append(Part(tone, seconds, f"{words}: {kind}{seconds:.3f} s"))
-        rows.append((f"plan {number}", parts, full, step_text(choice.seconds)))
+                kind = "exposed traffic, " if name in COMMUNICATION_PARTS else ""
+                parts.append(BarSegment(tone, seconds, f"{words}: {kind}{seconds:.3f} s"))
+        rows.append((f"plan {number}", parts, full, step_text(priced.seconds)))
     return _bars(rows, list(used.items()))
 
 
-def _memory(choices: Sequence[Choice]) -> str:
-    chip = float(choices[0].question.cluster.chip.memory)
+def _memory(plans: Sequence[PricedPlan]) -> str:
+    chip = float(plans[0].request.cluster.chip.memory)
     rows = []
-    for number, choice in enumerate(choices, start=1):
-        memory = choice.prediction.memory
+    for number, priced in enumerate(plans, start=1):
+        memory = priced.prediction.memory
         parts = [
-            Part(tone, getattr(memory, kind), f"{KINDS[kind]}: {gigabytes(getattr(memory, kind))}")
+            BarSegment(tone, getattr(memory, kind), f"{MEMORY_LABELS[kind]}: {format_gb(getattr(memory, kind))}")
             for kind, tone in _MEMORY.items()
         ]
-        rest = memory.device - memory.allocated
-        parts.append(Part("a-other", rest, f"context, channels, slack: {gigabytes(rest)}"))
-        rows.append((f"plan {number}", parts, chip, gigabytes(choice.bytes)))
-    keys = [(KINDS[kind], tone) for kind, tone in _MEMORY.items()]
+        rest = memory.device_bytes - memory.allocated
+        parts.append(BarSegment("a-other", rest, f"context, channels, slack: {format_gb(rest)}"))
+        rows.append((f"plan {number}", parts, chip, format_gb(priced.peak_bytes)))
+    keys = [(MEMORY_LABELS[kind], tone) for kind, tone in _MEMORY.items()]
     return _bars(rows, [*keys, ("context, channels, slack", "a-other")])
 
 
-def _schedule(best: Choice) -> str:
-    """The pipeline drawn from the order of its actions."""
-    core, work, _ = best.candidate
-    if core.pp == 1:
+def _schedule(best: PricedPlan) -> str:
+    """The pipeline schedule, drawn from the order of its actions."""
+    shape, schedule, _ = best.candidate
+    if shape.pp == 1:
         return ""
-    shown = min(core.microbatches, max(2 * core.pp, MOST_BOXES // (2 * core.pp * work.virtual) // core.pp * core.pp))
-    order = actions_of(work.schedule, places=core.pp, microbatches=shown, stages_per_place=work.virtual)
-    # What is computed again comes before the half for inputs.
-    backward = 3.0 if work.recompute == "full" else 2.0
+    shown = min(
+        shape.microbatches,
+        max(2 * shape.pp, MAX_BOXES // (2 * shape.pp * schedule.stages_per_rank) // shape.pp * shape.pp),
+    )
+    order = pipeline_actions(
+        schedule.schedule, pp_ranks=shape.pp, microbatches=shown, stages_per_rank=schedule.stages_per_rank
+    )
+    # Recompute comes before the half for inputs.
+    backward = 3.0 if schedule.recompute == "full" else 2.0
     units: dict[ActionKind, float] = {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
-    durations = {(kind, stage): units[kind] for stage in range(core.pp * work.virtual) for kind in ACTION_KINDS}
-    halves = f": {units['I']:g} for inputs and 1 for weights" if work.schedule in HALVING else ""
+    durations = {
+        (kind, stage): units[kind] for stage in range(shape.pp * schedule.stages_per_rank) for kind in ACTION_KINDS
+    }
+    halves = f": {units['I']:g} for inputs and 1 for weights" if schedule.schedule in SPLIT_BACKWARD_SCHEDULES else ""
     words = (
-        f"Drawn with {shown} of {core.microbatches} microbatches, equal stages and a backward pass of "
+        f"Drawn with {shown} of {shape.microbatches} microbatches, equal stages and a backward pass of "
         f"{backward:g}{halves}."
     )
     run = DryRun(name="", degrees={}, microbatches=shown, schedule=order, traces=())
-    return f"<h2>Pipeline</h2>{schedule_figure(run, Timed(simulate(order, durations), words))}"
+    return f"<h2>Pipeline</h2>{schedule_figure(run, TimedSchedule(simulate(order, durations), words))}"
 
 
-def _scaling(scaling: Scaling) -> str:
-    """Step time against chips."""
-    points = [(float(chips), choice.seconds) for chips, choice in scaling if choice]
+def _scaling(scaling: ScalingPoints) -> str:
+    """Step time by number of chips."""
+    points = [(float(chips), priced.seconds) for chips, priced in scaling if priced]
     if len(points) < 2:
         return ""
-    curve = Curve(
+    curve = ChartSeries(
         name="speed",
-        title="Step time against chips",
+        title="Step time by number of chips",
         points=points,
-        text=step_text,
-        note="the best layout of each number of chips",
-        floor=0.0,
+        format_value=step_text,
+        note="the best layout for each number of chips",
+        axis_min=0.0,
     )
     ends = (int(points[0][0]), int(points[-1][0]))
-    return f"<h2>More or fewer chips</h2>{draw(curve, Marks(), ends, height=220, columns=500)}"
+    return f"<h2>More or fewer chips</h2>{render_chart(curve, ChartMarkers(), ends, height=220, columns=500)}"
 
 
-def _refusals(refused: Sequence[Refusal]) -> str:
+def _rejections(rejections: Sequence[Rejection]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(one.change)}</td><td>{escape(one.reason)}</td><td>{escape(one.remedy)}</td></tr>"
-        for one in refused
+        f'<tr><td class="tight">{escape(one.change)}</td><td>{escape(one.reason)}</td>'
+        f"<td>{escape(one.remedy)}</td></tr>"
+        for one in rejections
     )
-    head = "<tr><th>change</th><th>refused by</th><th>remedy, or what costs the time</th></tr>"
+    head = "<tr><th>change</th><th>rejected because</th><th>fix, or what costs the time</th></tr>"
     return f'<div class="card scroll"><table>{head}{rows}</table></div>'

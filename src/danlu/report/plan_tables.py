@@ -1,4 +1,4 @@
-"""A planner's answer in tables and in JSON."""
+"""Search results as tables and as JSON."""
 
 from typing import Any
 
@@ -7,221 +7,253 @@ from rich.table import Table
 from rich.text import Text
 
 from danlu import __version__
-from danlu.planner.explain import PARTS, TRAFFIC, Hold, Refusal, bottleneck
+from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
-from danlu.planner.search import Answer, Choice
-from danlu.report.wording import MISSING, count, duration, percent
-from danlu.spec.plan import Axis, Plan, Prediction
+from danlu.planner.precision import SlowPrecision, slow_precision
+from danlu.planner.search import PricedPlan, SearchResult
+from danlu.report.formatting import MISSING, count, duration, percent
+from danlu.report.precision_text import describe_question, slow_precision_note
+from danlu.spec.plan import Axis, Plan, PlanPrediction
 
-KINDS = {
+MEMORY_LABELS = {
     "parameters": "parameters",
     "gradients": "gradients",
-    "optimizer": "optimiser",
+    "optimizer": "optimizer",
     "activations": "activations",
     "logits": "logits",
     "buffers": "buffers",
 }
-"""Kinds of bytes as the cost model names them, in words."""
+"""Labels of the kinds of memory."""
 _AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp", "ep")
 
 
-def planned(choice: Choice, kept: Goodput | None) -> Plan:
-    """The plan of a choice, with what was predicted for it."""
-    prediction = Prediction(
-        seconds=choice.seconds,
-        tokens_per_second=choice.tokens_per_second,
-        bytes=round(choice.bytes),
-        model_flops_share=choice.mfu,
-        effective_share=kept.share if kept else None,
-        cluster=choice.question.cluster.name,
+def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
+    """The plan, with its prediction."""
+    prediction = PlanPrediction(
+        seconds=priced.seconds,
+        tokens_per_second=priced.tokens_per_second,
+        bytes=round(priced.peak_bytes),
+        model_flops_share=priced.mfu,
+        dtype=priced.request.dtype,
+        effective_share=goodput.share if goodput else None,
+        cluster=priced.request.cluster.name,
         by=f"danlu plan {__version__}",
     )
-    return choice.plan.model_copy(update={"prediction": prediction})
+    return priced.plan.model_copy(update={"prediction": prediction})
 
 
-def degrees_text(choice: Choice) -> str:
+def degrees_text(priced: PricedPlan) -> str:
     """Degrees above 1 in one line."""
-    degrees = choice.candidate.degrees
+    degrees = priced.candidate.degrees
     shown = [f"{axis} {getattr(degrees, axis)}" for axis in _AXES if getattr(degrees, axis) > 1]
     return " × ".join(shown) or "1 rank"
 
 
-def schedule_text(choice: Choice) -> str:
-    """Schedule and stages a rank; layers of the first, the fullest and the last stage where they are not even."""
-    core, work, _ = choice.candidate
-    if core.pp == 1:
+def schedule_text(priced: PricedPlan) -> str:
+    """Schedule and stages per rank; layers of the first, the fullest and the last stage if they are not even."""
+    shape, schedule, _ = priced.candidate
+    if shape.pp == 1:
         return MISSING
-    text = work.schedule if work.virtual == 1 else f"{work.schedule} ×{work.virtual}"
-    layers = work.layers
+    text = schedule.schedule if schedule.stages_per_rank == 1 else f"{schedule.schedule} ×{schedule.stages_per_rank}"
+    layers = schedule.stage_layers
     return f"{text} ({layers[0]}…{max(layers)}…{layers[-1]})" if layers else text
 
 
-def sharding_text(choice: Choice) -> str:
-    """Whether parameters are freed between the passes."""
-    return "freed" if choice.candidate.split.reshards else "kept"
+def reshard_text(priced: PricedPlan) -> str:
+    """Whether gathered parameters are freed after the forward pass, as `--fix reshard` has it."""
+    return "true" if priced.candidate.data.reshard_after_forward else "false"
 
 
-def gigabytes(value: float) -> str:
-    """Bytes of a chip, in the decimal units of its data sheet."""
+def format_gb(value: float) -> str:
+    """Memory of a chip, in the decimal units of its data sheet."""
     return f"{value / 1e9:.1f} GB"
 
 
 def step_text(seconds: float) -> str:
-    """Seconds of a step with three digits that tell."""
+    """Time of a step."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def side_by_side(choices: list[tuple[str, Choice]], kept: Goodput | None) -> Table:
-    """Layouts beside each other, one a row."""
+def side_by_side(plans: list[tuple[str, PricedPlan]], goodput: Goodput | None) -> Table:
+    """Layouts side by side, one per row."""
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "layout", "schedule", "microbatch", "recompute", "gathered"):
+    for name in ("", "layout", "schedule", "microbatch", "recompute", "reshard"):
         table.add_column(name, no_wrap=True)
-    for name in ("step", "tokens/s", "MFU", "goodput", "peak bytes", "held back by"):
-        table.add_column(name, no_wrap=True, justify="left" if name == "held back by" else "right")
-    for index, (name, choice) in enumerate(choices):
-        core = choice.candidate.core
-        effective = choice.tokens_per_second * kept.share if kept else None
+    for name in ("step", "tokens/s", "MFU", "goodput", "peak memory", "bottleneck"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "bottleneck" else "right")
+    for index, (name, priced) in enumerate(plans):
+        shape = priced.candidate.shape
+        effective = priced.tokens_per_second * goodput.share if goodput else None
         table.add_row(
             name,
-            degrees_text(choice),
-            schedule_text(choice),
-            f"{choice.microbatch} × {core.microbatches}",
-            choice.candidate.work.recompute,
-            sharding_text(choice),
-            step_text(choice.seconds),
-            count(choice.tokens_per_second),
-            percent(choice.mfu),
+            degrees_text(priced),
+            schedule_text(priced),
+            f"{priced.microbatch_size} × {shape.microbatches}",
+            priced.candidate.schedule.recompute,
+            reshard_text(priced),
+            step_text(priced.seconds),
+            count(priced.tokens_per_second),
+            percent(priced.mfu),
             count(effective),
-            gigabytes(choice.bytes),
-            bottleneck(choice),
+            format_gb(priced.peak_bytes),
+            bottleneck(priced),
             style="bold" if index == 0 else "",
         )
     return table
 
 
-def where_time_goes(choice: Choice, found: list[Hold]) -> Table:
-    """Parts of a step, with how much of each every level of the network costs."""
-    levels = [level.name for level in choice.question.cluster.levels]
+def where_time_goes(priced: PricedPlan, found: list[LevelCost]) -> Table:
+    """Parts of a step, with the cost of each network level."""
+    levels = [level.name for level in priced.request.cluster.levels]
     table = Table(title="Where the time goes", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("part", no_wrap=True)
-    for name in ("seconds", "share", *(f"of it {level}" for level in levels)):
+    for name in ("seconds", "share", *(f"{level} (s)" for level in levels)):
         table.add_column(name, justify="right", no_wrap=True)
-    by_level = {hold.level: hold for hold in found}
-    for name, words in PARTS.items():
-        seconds = choice.prediction.parts.get(name, 0.0)
-        if seconds < 1e-4 * choice.seconds:
+    by_level = {level_cost.level: level_cost for level_cost in found}
+    for name, words in PART_LABELS.items():
+        seconds = priced.prediction.parts.get(name, 0.0)
+        if seconds < 1e-4 * priced.seconds:
             continue
-        cells = [_part(by_level[level].parts.get(name, 0.0), seconds) if name in TRAFFIC else "" for level in levels]
-        table.add_row(words, f"{seconds:.3f}", percent(seconds / choice.seconds), *cells)
+        cells = [
+            _part(by_level[level].parts.get(name, 0.0), seconds) if name in COMMUNICATION_PARTS else ""
+            for level in levels
+        ]
+        table.add_row(words, f"{seconds:.3f}", percent(seconds / priced.seconds), *cells)
     totals = [f"{by_level[level].seconds:.3f}" for level in levels]
-    table.add_row("all", f"{choice.seconds:.3f}", "", *totals, style="bold")
+    table.add_row("all", f"{priced.seconds:.3f}", "", *totals, style="bold")
     return table
 
 
-def _part(value: float, whole: float) -> str:
-    return f"{value:.3f}" if value >= 0.005 * whole else ""
+def _part(value: float, total: float) -> str:
+    return f"{value:.3f}" if value >= 0.005 * total else ""
 
 
-def where_bytes_go(choice: Choice) -> Text:
-    """Bytes of the fullest chip in one line."""
-    memory, question = choice.prediction.memory, choice.question
-    sizes = {words: getattr(memory, kind) for kind, words in KINDS.items()}
+def where_bytes_go(priced: PricedPlan) -> Text:
+    """Memory of the fullest chip in one line."""
+    memory, request = priced.prediction.memory, priced.request
+    sizes = {words: getattr(memory, kind) for kind, words in MEMORY_LABELS.items()}
     shown = [f"{words} {size / 1e9:.1f}" for words, size in sizes.items() if size >= 5e7]
-    rest = memory.device - memory.allocated
+    rest = memory.device_bytes - memory.allocated
     return Text(
-        f"Fullest chip: {gigabytes(memory.device)} of {gigabytes(question.cluster.chip.memory)} "
-        f"({percent(question.reserve)} kept free): {', '.join(shown)}, context, channels and slack {rest / 1e9:.1f}."
+        f"Fullest chip: {format_gb(memory.device_bytes)} of {format_gb(request.cluster.chip.memory)} "
+        f"({percent(request.reserve)} kept free): {', '.join(shown)}, context, channels and slack {rest / 1e9:.1f}."
     )
 
 
-def placing_text(choice: Choice) -> str:
-    """Where the axes lie."""
-    if not choice.place.mapping:
-        return "Axes follow one another from the inside: tp, cp, shard, replicate, pp."
+def placement_text(priced: PricedPlan) -> str:
+    """Placement of the axes on the network levels."""
+    if not priced.placement.mapping:
+        return "Default placement, innermost first: tp, cp, shard, replicate, pp."
     words = [
         f"{axis} on " + " × ".join(f"{level} {factor}" for level, factor in factors)
-        for axis, factors in choice.place.mapping
+        for axis, factors in priced.placement.mapping
     ]
     return f"Placed: {'; '.join(words)}."
 
 
-def refusals_table(found: list[Refusal]) -> Table:
-    """What speaks against the neighbours."""
+def rejections_table(found: list[Rejection]) -> Table:
+    """Why the neighbors were not chosen."""
     table = Table(title="Why not", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("change", "refused by", "remedy, or what costs the time"):
+    for name in ("change", "rejected because", "fix, or what costs the time"):
         table.add_column(name, no_wrap=name == "change")
-    for refusal in found:
-        table.add_row(refusal.change, refusal.reason, refusal.remedy)
+    for rejection in found:
+        table.add_row(rejection.change, rejection.reason, rejection.remedy)
     return table
 
 
-def goodput_text(choice: Choice, kept: Goodput | None) -> Text:
-    """Checkpoints and failures in one sentence."""
-    if kept is None:
-        return Text(f'No goodput: the cluster "{choice.question.cluster.name}" names no storage tier or no failures.')
-    effective = choice.tokens_per_second * kept.share
+def goodput_text(priced: PricedPlan, goodput: Goodput | None) -> Text:
+    """Checkpoint interval and goodput in one sentence."""
+    if goodput is None:
+        return Text(f'No goodput: the cluster "{priced.request.cluster.name}" has no [[tiers]] or no [failures].')
+    effective = priced.tokens_per_second * goodput.share
     return Text(
-        f"A failure every {duration(kept.between_failures)}: save to {kept.tier} every {kept.every(choice.seconds):,} "
-        f"steps ({duration(kept.period)}; a save takes {duration(kept.save)}, a recovery {duration(kept.recover)}); "
-        f"{percent(kept.share)} of the time counts, {count(effective)} tokens/s."
+        f"A failure every {duration(goodput.between_failures)}: save to {goodput.tier} every "
+        f"{goodput.steps_between_saves(priced.seconds):,} steps ({duration(goodput.period)}; a save takes "
+        f"{duration(goodput.save)}, a recovery {duration(goodput.recover)}); "
+        f"goodput {percent(goodput.share)}, {count(effective)} tokens/s."
     )
 
 
-def answer_view(answer: Answer, found: list[Hold], refused: list[Refusal], kept: Goodput | None) -> RenderableType:
-    """All an answer says on a terminal."""
-    best = answer.best[0]
-    question = answer.question
+def with_header(priced: PricedPlan, *views: RenderableType) -> RenderableType:
+    """Views under a line with the request and its precision, and a warning if that is slow."""
+    return Group(Text(describe_question(priced.request)), *precision_warnings(priced), Text(), *views)
+
+
+def precision_warnings(priced: PricedPlan) -> list[Text]:
+    """A warning where the chip is far faster in another precision."""
+    slow = precision_loss(priced)
+    return [Text(f"warning: {slow_precision_note(slow)}.", "yellow")] if slow else []
+
+
+def precision_loss(priced: PricedPlan) -> SlowPrecision | None:
+    """What a layout loses by the precision of its recipe."""
+    return slow_precision(priced.request.recipe, priced.plan, priced.request.cluster)
+
+
+def result_view(
+    result: SearchResult, found: list[LevelCost], rejections: list[Rejection], goodput: Goodput | None
+) -> RenderableType:
+    """A search result for the terminal."""
+    best = result.best[0]
     head = Text(
-        f"{question.model.name} on {question.chips:,} of the {question.cluster.chips:,} chips of "
-        f"{question.cluster.name}: the best of {answer.layouts:,} layouts, {answer.priced:,} priced in full, "
-        f"{answer.seconds:.1f} s"
+        f"{describe_question(result.request)}: the best of {result.layouts_searched:,} layouts, "
+        f"{result.priced:,} priced in full, {result.seconds:.1f} s"
     )
-    rows = [(str(place), choice) for place, choice in enumerate(answer.best, start=1)]
-    notes = [Text(f"Assumed: {note}.") for note in best.prediction.notes]
+    rows = [(str(number), priced) for number, priced in enumerate(result.best, start=1)]
+    notes = [Text(f"Assumed: {note}.") for note in best.prediction.assumptions]
     return Group(
         head,
+        *precision_warnings(best),
         Text(),
-        side_by_side(rows, kept),
+        side_by_side(rows, goodput),
         Text(),
-        Text(placing_text(best)),
+        Text(placement_text(best)),
         where_bytes_go(best),
-        goodput_text(best, kept),
+        goodput_text(best, goodput),
         *notes,
         Text(),
         where_time_goes(best, found),
         Text(),
-        refusals_table(refused),
+        rejections_table(rejections),
     )
 
 
-def choice_json(choice: Choice, kept: Goodput | None) -> dict[str, Any]:
-    """A layout for machines."""
-    memory = choice.prediction.memory
+def plan_json(priced: PricedPlan, goodput: Goodput | None) -> dict[str, Any]:
+    """A layout as JSON."""
+    memory = priced.prediction.memory
     return {
-        "plan": planned(choice, kept).model_dump(mode="json", exclude_none=True),
-        "seconds": choice.seconds,
-        "tokens_per_second": choice.tokens_per_second,
-        "mfu": choice.mfu,
-        "effective_tokens_per_second": choice.tokens_per_second * kept.share if kept else None,
-        "microbatch": choice.microbatch,
-        "bytes": choice.bytes,
-        "fits": choice.fits,
-        "held_back_by": bottleneck(choice),
-        "parts": choice.prediction.parts,
-        "memory": {kind: getattr(memory, kind) for kind in KINDS},
+        "plan": plan_with_prediction(priced, goodput).model_dump(mode="json", exclude_none=True),
+        "dtype": priced.request.dtype,
+        "peak": priced.request.peak,
+        "seconds": priced.seconds,
+        "tokens_per_second": priced.tokens_per_second,
+        "mfu": priced.mfu,
+        "effective_tokens_per_second": priced.tokens_per_second * goodput.share if goodput else None,
+        "microbatch": priced.microbatch_size,
+        "bytes": priced.peak_bytes,
+        "fits": priced.fits,
+        "held_back_by": bottleneck(priced),
+        "parts": priced.prediction.parts,
+        "memory": {kind: getattr(memory, kind) for kind in MEMORY_LABELS},
     }
 
 
-def answer_json(answer: Answer, found: list[Hold], refused: list[Refusal], kept: Goodput | None) -> dict[str, Any]:
-    """An answer for machines."""
+def result_json(
+    result: SearchResult, found: list[LevelCost], rejections: list[Rejection], goodput: Goodput | None
+) -> dict[str, Any]:
+    """A search result as JSON."""
     return {
-        "chips": answer.question.chips,
-        "layouts": answer.layouts,
-        "priced": answer.priced,
-        "search_seconds": answer.seconds,
-        "best": [choice_json(choice, kept) for choice in answer.best],
-        "levels": [{"level": hold.level, "seconds": hold.seconds, "parts": hold.parts} for hold in found],
-        "refused": [vars(refusal) for refusal in refused],
-        "goodput": vars(kept) if kept else None,
-        "leanest": choice_json(answer.leanest, kept) if answer.leanest else None,
+        "chips": result.request.chips,
+        "warnings": [slow_precision_note(slow)] if result.best and (slow := precision_loss(result.best[0])) else [],
+        "layouts": result.layouts_searched,
+        "priced": result.priced,
+        "search_seconds": result.seconds,
+        "best": [plan_json(priced, goodput) for priced in result.best],
+        "levels": [
+            {"level": level_cost.level, "seconds": level_cost.seconds, "parts": level_cost.parts}
+            for level_cost in found
+        ],
+        "refused": [vars(rejection) for rejection in rejections],
+        "goodput": vars(goodput) if goodput else None,
+        "leanest": plan_json(result.least_memory, goodput) if result.least_memory else None,
     }

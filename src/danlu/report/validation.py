@@ -1,4 +1,4 @@
-"""What the published runs say about the predictions: a table for the terminal, and a page with the scatter."""
+"""Predictions compared with published runs: tables for the terminal, and a page with a scatter plot."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,12 +9,13 @@ from typing import Any
 from rich.console import Group as Stack
 from rich.table import Table
 
-from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, Bar, Point, Score, Validation
-from danlu.report import wording
-from danlu.report.chart import Scale, decades
+from danlu.cost.runs import load_runs, original_values
+from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, RunComparison, SetScore, Target, ValidationReport
+from danlu.report import formatting
+from danlu.report.chart import Scale, log_ticks
 
 _SIZE = 620
-"""Of the scatter, in its own units; it is square."""
+"""Side of the scatter plot, in SVG units."""
 _FAMILIES = (
     ("loss", "dense, on clusters", DENSE),
     ("norm", "mixture of experts", MOE),
@@ -22,7 +23,7 @@ _FAMILIES = (
     ("rate", "other held-out runs", ()),
     ("fit", "fitted on", ()),
 )
-"""Colour of the page's style, words, and sets."""
+"""CSS color class, label, and sets."""
 _STYLE = """
 .scatter svg{width:100%;max-width:720px;display:block;margin:0 auto;overflow:visible}
 .scatter text{fill:var(--soft);font-size:13px}.scatter .axis{stroke:var(--grid)}
@@ -33,33 +34,48 @@ td.missed{color:var(--bad)}td.reached{color:var(--good)}
 """
 
 
-def validation_tables(validation: Validation) -> Stack:
-    """The sets, the groups and the bars as tables."""
-    return Stack(_sets(validation.scores), _groups(validation.scores), _bars(validation.bars))
+def validation_tables(validation: ValidationReport) -> Stack:
+    """The sets, the groups and the targets as tables."""
+    return Stack(
+        _sets(validation),
+        _groups(validation.scores),
+        _small_groups(validation.scores),
+        _bars(validation),
+        _changes(),
+    )
 
 
-def validation_json(validation: Validation) -> dict[str, Any]:
-    """The same for machines, with every run."""
+def validation_json(validation: ValidationReport) -> dict[str, Any]:
+    """The same as JSON, with every run."""
     return {
         "passed": validation.passed,
         "bars": [
-            {"name": bar.name, "value": bar.value, "limit": bar.limit, "unit": bar.unit, "passed": bar.passed}
-            for bar in validation.bars
+            {
+                "name": bar.name,
+                "value": bar.value,
+                "first_values": first.value,
+                "first_columns": bare.value,
+                "limit": bar.limit,
+                "unit": bar.unit,
+                "passed": bar.passed,
+            }
+            for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True)
         ],
+        "changed_values": _changed_values(),
         "sets": [_set_json(score) for score in validation.scores],
         "runs": [_run_json(point) for point in validation.points],
     }
 
 
-def write_validation(validation: Validation, path: Path) -> Path:
-    """Write the page with the scatter of predicted against measured times."""
+def write_validation(validation: ValidationReport, path: Path) -> Path:
+    """Write the page with the scatter plot of predicted and measured times."""
     style = files("danlu.report").joinpath("page.css").read_text(encoding="utf-8")
     body = [
         f'<header><h1>Predicted against measured</h1><p class="soft">{len(validation.points):,} published runs. '
-        "Constants were fitted on the sets whose names begin with <code>fit-</code>, and on nothing else.</p></header>",
+        "Constants were fitted on the sets whose names begin with <code>fit-</code>, only.</p></header>",
         _scatter([point for point in validation.points if point.run.seconds]),
-        f"<h2>Bars</h2>{_bar_rows(validation.bars)}",
-        f"<h2>Sets</h2>{_set_rows(validation.scores)}",
+        f"<h2>Targets</h2>{_bar_rows(validation)}",
+        f"<h2>Sets</h2>{_set_rows(validation)}",
         f"<h2>Furthest off</h2>{_worst_rows(validation.points)}",
     ]
     path.write_text(
@@ -76,13 +92,19 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _sets(scores: Sequence[Score]) -> Table:
-    table = Table("set", title="Predicted step time against published runs")
-    for name in ("runs", "error", "bias", "memory", "error", "did not fit", "said to fit", "said not to, did"):
+def _dtypes(validation: ValidationReport, score: SetScore) -> str:
+    """Precisions of the runs of a set."""
+    return ", ".join(sorted({point.run.dtype for point in validation.points if point.run.set == score.name}))
+
+
+def _sets(validation: ValidationReport) -> Table:
+    table = Table("set", "precision", title="Predicted step time against published runs")
+    for name in ("runs", "error", "bias", "memory", "error", "OOM", "false fit", "false OOM"):
         table.add_column(name, justify="right")
-    for score in scores:
+    for score in validation.scores:
         table.add_row(
             score.name,
+            _dtypes(validation, score),
             f"{score.rows:,}",
             _percent(score.error),
             f"{100 * score.bias:+.1f} %",
@@ -90,13 +112,13 @@ def _sets(scores: Sequence[Score]) -> Table:
             _percent(score.memory_error) if score.memory_rows else "",
             f"{score.out_of_memory}" if score.out_of_memory else "",
             f"{score.false_fits}" if score.out_of_memory else "",
-            f"{score.false_refusals}" if score.false_refusals else "",
-            style="dim" if score.fit else None,
+            f"{score.false_rejections}" if score.false_rejections else "",
+            style="dim" if score.is_fit_set else None,
         )
     return table
 
 
-def _groups(scores: Sequence[Score]) -> Table:
+def _groups(scores: Sequence[SetScore]) -> Table:
     table = Table("runs that differ only in their layout", title="Order of layouts")
     for name in ("runs", "rank correlation", "regret"):
         table.add_column(name, justify="right")
@@ -106,23 +128,57 @@ def _groups(scores: Sequence[Score]) -> Table:
     return table
 
 
-def _bars(bars: Sequence[Bar]) -> Table:
-    table = Table("bar", title="Bars")
-    for name in ("measured", "asked", ""):
+def _small_groups(scores: Sequence[SetScore]) -> Table:
+    """The regret of groups that are too small to be scored, worst first."""
+    table = Table("groups of 3 to 7 runs, not scored", title="Regret of small groups")
+    for name in ("runs", "regret"):
         table.add_column(name, justify="right")
-    for bar in bars:
-        colour = "green" if bar.passed else "red"
-        table.add_row(bar.name, *_bar_words(bar), f"[{colour}]{'reached' if bar.passed else 'missed'}[/]")
+    small = [group for score in scores for group in score.small_groups]
+    for group in sorted(small, key=lambda group: -group.regret):
+        if group.regret >= 0.0005:
+            table.add_row(group.name, f"{group.rows}", _percent(group.regret))
+    table.add_row(f"{sum(group.regret < 0.0005 for group in small)} others", "", _percent(0.0))
     return table
 
 
-def _bar_words(bar: Bar) -> tuple[str, str]:
+def _bars(validation: ValidationReport) -> Table:
+    table = Table("target", title="Targets, and the same on held-out runs as they were first described")
+    for name in ("measured", "limit", "", "first values", "first columns"):
+        table.add_column(name, justify="right")
+    for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True):
+        color = "green" if bar.passed else "red"
+        verdict = f"[{color}]{'reached' if bar.passed else 'missed'}[/]"
+        table.add_row(bar.name, *_bar_words(bar), verdict, _bar_words(first)[0], _bar_words(bare)[0])
+    return table
+
+
+def _changed_values() -> dict[str, dict[str, int]]:
+    """Values of held-out rows that differ from those first committed, by set and column."""
+    sets = {run.id: run.set for run in load_runs()}
+    counts: dict[str, dict[str, int]] = {}
+    for row, values in original_values()[0].items():
+        of_set = counts.setdefault(sets[row], {})
+        for column in values:
+            of_set[column] = of_set.get(column, 0) + 1
+    return counts
+
+
+def _changes() -> Table:
+    """What was corrected after the split."""
+    table = Table("set", "values that differ from those first committed", title="Corrected after the split")
+    for name, columns in sorted(_changed_values().items()):
+        table.add_row(name, ", ".join(f"{column} of {count}" for column, count in sorted(columns.items())))
+    table.add_row("all", f"columns added since: {', '.join(original_values()[1])}")
+    return table
+
+
+def _bar_words(bar: Target) -> tuple[str, str]:
     unit = f" {bar.unit}" if bar.unit else ""
-    digits = ".1f" if bar.unit else ".2f" if bar.least else ".0f"
-    return f"{bar.value:{digits}}{unit}", f"{'≥' if bar.least else '≤'} {bar.limit:g}{unit}"
+    digits = ".1f" if bar.unit else ".2f" if bar.at_least else ".0f"
+    return f"{bar.value:{digits}}{unit}", f"{'≥' if bar.at_least else '≤'} {bar.limit:g}{unit}"
 
 
-def _set_json(score: Score) -> dict[str, Any]:
+def _set_json(score: SetScore) -> dict[str, Any]:
     return {
         "name": score.name,
         "runs": score.rows,
@@ -132,7 +188,7 @@ def _set_json(score: Score) -> dict[str, Any]:
         "memory_error": score.memory_error if score.memory_rows else None,
         "out_of_memory": score.out_of_memory,
         "false_fits": score.false_fits,
-        "false_refusals": score.false_refusals,
+        "false_refusals": score.false_rejections,
         "groups": [
             {"name": group.name, "runs": group.rows, "spearman": group.spearman, "regret": group.regret}
             for group in score.groups
@@ -140,37 +196,38 @@ def _set_json(score: Score) -> dict[str, Any]:
     }
 
 
-def _run_json(point: Point) -> dict[str, Any]:
+def _run_json(point: RunComparison) -> dict[str, Any]:
     run, prediction = point.run, point.prediction
     return {
         "id": run.id,
         "set": run.set,
         "source": run.source,
+        "dtype": run.dtype,
         "measured_seconds": run.seconds,
         "predicted_seconds": prediction.seconds,
         "parts": prediction.parts,
         "measured_bytes": run.memory,
-        "predicted_bytes": point.memory,
+        "predicted_bytes": point.predicted_memory,
         "fits": point.fits,
     }
 
 
-def _scatter(points: Sequence[Point]) -> str:
+def _scatter(points: Sequence[RunComparison]) -> str:
     """Predicted over measured seconds, both logarithmic; the line is where they are equal."""
     seconds = [value for point in points for value in (point.run.seconds or 0.0, point.prediction.seconds)]
     scale = Scale(min(seconds) / 1.3, max(seconds) * 1.3, _SIZE, log=True)
-    rows = decades(scale.low, scale.high)
+    rows = log_ticks(scale.low, scale.high)
     drawing = [_axis(scale(value), f"{value:g} s") for value in rows]
     drawing += [
         f'<line class="{name}" x1="{scale(scale.low):.1f}" y1="{_SIZE - scale(scale.low * by):.1f}" '
         f'x2="{scale(scale.high):.1f}" y2="{_SIZE - scale(scale.high * by):.1f}"/>'
         for name, by in (("tenth", 0.9), ("same", 1.0), ("tenth", 1.1))
     ]
-    drawing += [_spot(point, scale) for point in sorted(points, key=lambda point: not point.run.fit)]
+    drawing += [_scatter_point(point, scale) for point in sorted(points, key=lambda point: not point.run.is_fit_set)]
     key = "".join(f'<span class="{tone}"><i></i>{escape(words)}</span>' for tone, words, _ in _FAMILIES)
     return (
-        '<figure class="card chart scatter"><figcaption><h3>Seconds a step</h3>'
-        "<small>predicted upwards, measured to the right; thin lines ten per cent off</small></figcaption>"
+        '<figure class="card chart scatter"><figcaption><h3>Seconds per step</h3>'
+        "<small>predicted upwards, measured to the right; thin lines 10 % off</small></figcaption>"
         f'<svg viewBox="-56 -12 {_SIZE + 70} {_SIZE + 44}" role="img" aria-label="Predicted over measured seconds">'
         f'{"".join(drawing)}</svg><p class="key soft">{key}</p></figure>'
     )
@@ -186,12 +243,12 @@ def _axis(at: float, text: str) -> str:
     )
 
 
-def _spot(point: Point, scale: Scale) -> str:
+def _scatter_point(point: RunComparison, scale: Scale) -> str:
     run = point.run
-    tone = next((tone for tone, _, sets in _FAMILIES if run.set in sets), "fit" if run.fit else "rate")
+    tone = next((tone for tone, _, sets in _FAMILIES if run.set in sets), "fit" if run.is_fit_set else "rate")
     words = (
-        f"{run.set} {run.id}: {run.model.name}, {run.cluster.name}, {wording.duration(run.seconds)} measured, "
-        f"{100 * point.error:+.0f} % predicted"
+        f"{run.set} {run.id}: {run.model.name}, {run.cluster.name}, {run.dtype}, "
+        f"{formatting.duration(run.seconds)} measured, {100 * point.error:+.0f} % predicted"
     )
     x, y = scale(run.seconds or scale.low), _SIZE - scale(point.prediction.seconds)
     return f'<circle class="{tone}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(words)}</title></circle>'
@@ -212,23 +269,35 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="card"><table><tr>{top}</tr>{body}</table></div>'
 
 
-def _bar_rows(bars: Sequence[Bar]) -> str:
-    rows = [(bar.name, *_bar_words(bar), "reached" if bar.passed else "missed") for bar in bars]
-    return _table(("bar", "measured", "asked", ""), rows)
+def _bar_rows(validation: ValidationReport) -> str:
+    rows = [
+        (bar.name, *_bar_words(bar), "reached" if bar.passed else "missed", _bar_words(first)[0], _bar_words(bare)[0])
+        for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True)
+    ]
+    return _table(("target", "measured", "limit", "", "first values", "first columns"), rows)
 
 
-def _set_rows(scores: Sequence[Score]) -> str:
-    rows = [(score.name, f"{score.rows:,}", _percent(score.error), f"{100 * score.bias:+.1f} %") for score in scores]
-    return _table(("set", "runs", "error", "bias"), rows)
+def _set_rows(validation: ValidationReport) -> str:
+    rows = [
+        (
+            score.name,
+            _dtypes(validation, score),
+            f"{score.rows:,}",
+            _percent(score.error),
+            f"{100 * score.bias:+.1f} %",
+        )
+        for score in validation.scores
+    ]
+    return _table(("set", "precision", "runs", "error", "bias"), rows)
 
 
-def _worst_rows(points: Sequence[Point]) -> str:
-    held = [point for point in points if not point.run.fit and point.run.seconds]
+def _worst_rows(points: Sequence[RunComparison]) -> str:
+    held = [point for point in points if not point.run.is_fit_set and point.run.seconds]
     worst = sorted(held, key=lambda point: -abs(point.error))[:20]
     rows = [
         (
-            f"{point.run.set} {point.run.id}: {point.run.model.name} on {point.run.cluster.name}",
-            wording.duration(point.run.seconds),
+            f"{point.run.set} {point.run.id}: {point.run.model.name} on {point.run.cluster.name}, {point.run.dtype}",
+            formatting.duration(point.run.seconds),
             f"{100 * point.error:+.0f} %",
             _largest(point),
         )
@@ -237,7 +306,7 @@ def _worst_rows(points: Sequence[Point]) -> str:
     return _table(("run", "measured", "predicted", "of which"), rows)
 
 
-def _largest(point: Point) -> str:
-    """The parts that make most of a prediction."""
+def _largest(point: RunComparison) -> str:
+    """The largest parts of a prediction."""
     parts = sorted(point.prediction.parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {100 * seconds / point.prediction.seconds:.0f} %" for name, seconds in parts)

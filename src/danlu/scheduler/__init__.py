@@ -1,31 +1,44 @@
-"""Launch a run through the machine's own scheduler, with ranks in the order of its network. No torch."""
+"""Launch a run through Slurm, with ranks in the order of the network. No torch."""
 
-from danlu.scheduler.fit import ranks_per_node
-from danlu.scheduler.hostlist import expand
-from danlu.scheduler.job import SlurmJob, render
-from danlu.scheduler.ranks import Ranks, free_port, read_ranks, write_ranks
-from danlu.scheduler.slurm import JobStatus, SlurmError, cancel, check_installed, node_address, status, submit, topology
+from danlu.scheduler.hostlist import expand_hostlist
+from danlu.scheduler.rank_count import ranks_per_node
+from danlu.scheduler.rank_map import RankMap, find_free_port, read_job_id, read_ranks, write_job_id, write_ranks
+from danlu.scheduler.sbatch_script import SlurmJob, render_sbatch
+from danlu.scheduler.slurm import (
+    JobStatus,
+    SlurmError,
+    cancel_job,
+    check_slurm_installed,
+    get_job_status,
+    get_node_address,
+    read_topology,
+    request_stop,
+    submit_script,
+)
 from danlu.scheduler.topology import NodeOrder, Switch, order_nodes, parse_topology
 
 __all__ = [
     "JobStatus",
     "NodeOrder",
-    "Ranks",
+    "RankMap",
     "SlurmError",
     "SlurmJob",
     "Switch",
-    "cancel",
-    "check_installed",
-    "expand",
-    "free_port",
-    "node_address",
+    "cancel_job",
+    "check_slurm_installed",
+    "expand_hostlist",
+    "find_free_port",
+    "get_job_status",
+    "get_node_address",
     "order_nodes",
     "parse_topology",
     "ranks_per_node",
+    "read_job_id",
     "read_ranks",
-    "render",
-    "status",
-    "submit",
-    "topology",
+    "read_topology",
+    "render_sbatch",
+    "request_stop",
+    "submit_script",
+    "write_job_id",
     "write_ranks",
 ]

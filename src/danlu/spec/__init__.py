@@ -1,42 +1,61 @@
-"""The vocabulary every room speaks: frozen, strict descriptions that round-trip through text. No torch."""
+"""The descriptions that all rooms share: frozen, strict, and round-tripping through text. No torch."""
 
-from danlu.spec.cluster import Chip, Cluster, Collective, Curve, Failures, Level, Operation, Operator, Tier
-from danlu.spec.event import Ended, Event, Rehearsed, Resumed, Saved, Started, StepReport, Warned
+from danlu.spec.cluster import (
+    Chip,
+    Cluster,
+    CollectiveCurve,
+    CollectiveOp,
+    FailureRates,
+    NetworkLevel,
+    OperatorName,
+    StorageTier,
+    TimingCurve,
+)
+from danlu.spec.event import (
+    EndEvent,
+    Event,
+    PreflightEvent,
+    ResumeEvent,
+    SaveEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
 from danlu.spec.load import load_cluster, load_plan, load_recipe
 from danlu.spec.model import Model, Moe, RopeScaling
-from danlu.spec.plan import Degrees, Pipeline, Plan
+from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.problem import Problem, SpecError
 from danlu.spec.recipe import Recipe
-from danlu.spec.run import RunFolder
+from danlu.spec.run_folder import RunFolder
 
 __all__ = [
     "Chip",
     "Cluster",
-    "Collective",
-    "Curve",
+    "CollectiveCurve",
+    "CollectiveOp",
     "Degrees",
-    "Ended",
+    "EndEvent",
     "Event",
-    "Failures",
-    "Level",
+    "FailureRates",
     "Model",
     "Moe",
-    "Operation",
-    "Operator",
-    "Pipeline",
+    "NetworkLevel",
+    "OperatorName",
+    "PipelineConfig",
     "Plan",
+    "PreflightEvent",
     "Problem",
     "Recipe",
-    "Rehearsed",
-    "Resumed",
+    "ResumeEvent",
     "RopeScaling",
     "RunFolder",
-    "Saved",
+    "SaveEvent",
     "SpecError",
-    "Started",
-    "StepReport",
-    "Tier",
-    "Warned",
+    "StartEvent",
+    "StepEvent",
+    "StorageTier",
+    "TimingCurve",
+    "WarningEvent",
     "load_cluster",
     "load_plan",
     "load_recipe",

@@ -1,84 +1,91 @@
-"""Contradictions between the settings of a recipe, a plan and a cluster, all of them at once."""
+"""Checks a recipe, a plan and a cluster for contradictions; reports all of them at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from danlu.spec.cluster import Cluster
-from danlu.spec.load import Sourced, read_cluster, read_plan, read_recipe
+from danlu.spec.load import ParsedSpec, read_cluster, read_plan, read_recipe
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError
 from danlu.spec.recipe import Recipe
 from danlu.spec.rules import (
     CHIP_RULES,
-    DESCRIBED_LAYOUT_RULES,
-    DESCRIBED_RECIPE_RULES,
+    CUSTOM_LAYOUT_RULES,
+    DECODER_LAYOUT_RULES,
+    DECODER_RECIPE_RULES,
     LAYOUT_RULES,
     NETWORK_RULES,
-    OWN_LAYOUT_RULES,
     PLAN_RULES,
     RECIPE_RULES,
     mapping_needs_cluster,
 )
-from danlu.spec.toml import Document
+from danlu.spec.toml import TomlDocument
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Three files that were read and do not contradict each other."""
+class RunSpec:
+    """The files of a run, parsed and free of contradictions."""
 
     recipe: Recipe
     plan: Plan
     cluster: Cluster | None
 
 
-def check_all(
-    recipe: Path, plan: Path | None = None, cluster: str | None = None, default: Plan | None = None
-) -> Checked:
-    """Read the files of a run and hold them against each other; raises `SpecError` with every problem of all of them.
+def load_run_spec(
+    recipe: Path,
+    plan: Path | None = None,
+    cluster: str | None = None,
+    default: Plan | None = None,
+    settings: Sequence[str] = (),
+) -> RunSpec:
+    """Read the files of a run and check them against each other; raises `SpecError` with all problems of all files.
 
-    Without the file of a plan `default` is checked in its place: one rank where that is left out too.
+    Without a plan file `default` is checked instead; without that, one rank. `settings` such as `steps=10` override
+    the recipe.
     """
     problems: list[Problem] = []
-    read = _collect(lambda: read_recipe(recipe), problems)
-    layout = in_memory(default or Plan()) if plan is None else _collect(lambda: read_plan(plan), problems)
-    network = None if cluster is None else _collect(lambda: read_cluster(cluster), problems)
+    read = _try_read(lambda: read_recipe(recipe, settings), problems)
+    layout = parsed_without_file(default or Plan()) if plan is None else _try_read(lambda: read_plan(plan), problems)
+    network = None if cluster is None else _try_read(lambda: read_cluster(cluster), problems)
     problems += _contradictions(read, layout, network)
     if layout and cluster is None:
         problems += mapping_needs_cluster(layout)
     if problems or read is None or layout is None:
         raise SpecError(_in_order(problems))
-    return Checked(read.value, layout.value, network.value if network else None)
+    return RunSpec(read.value, layout.value, network.value if network else None)
 
 
-def check(recipe: Sourced[Recipe], plan: Sourced[Plan], cluster: Sourced[Cluster] | None = None) -> list[Problem]:
-    """Every contradiction between three descriptions that are fine by themselves."""
+def find_problems(
+    recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster] | None = None
+) -> list[Problem]:
+    """Every contradiction between descriptions that are each valid."""
     problems = _contradictions(recipe, plan, cluster)
     return _in_order(problems if cluster else [*problems, *mapping_needs_cluster(plan)])
 
 
-def in_memory(plan: Plan) -> Sourced[Plan]:
-    """A plan that no file holds; a problem with it points at `plan (default)`."""
-    return Sourced(plan, Document(Path("plan (default)"), {}, {}))
+def parsed_without_file(plan: Plan) -> ParsedSpec[Plan]:
+    """A plan without a file; its problems point at `plan (default)`."""
+    return ParsedSpec(plan, TomlDocument(Path("plan (default)"), {}, {}))
 
 
 def _contradictions(
-    recipe: Sourced[Recipe] | None, plan: Sourced[Plan] | None, cluster: Sourced[Cluster] | None
+    recipe: ParsedSpec[Recipe] | None, plan: ParsedSpec[Plan] | None, cluster: ParsedSpec[Cluster] | None
 ) -> list[Problem]:
-    """What the rules find whose files could be read."""
+    """Problems from all rules whose files could be read."""
     problems: list[Problem] = []
     described = recipe is not None and isinstance(recipe.value.model, Model)
     if recipe:
-        rules = (*RECIPE_RULES, *DESCRIBED_RECIPE_RULES) if described else RECIPE_RULES
+        rules = (*RECIPE_RULES, *DECODER_RECIPE_RULES) if described else RECIPE_RULES
         problems += [problem for rule in rules for problem in rule(recipe)]
     if plan:
         problems += [problem for rule in PLAN_RULES for problem in rule(plan)]
     if recipe and plan:
-        special = DESCRIBED_LAYOUT_RULES if described else OWN_LAYOUT_RULES
+        special = DECODER_LAYOUT_RULES if described else CUSTOM_LAYOUT_RULES
         problems += [problem for rule in (*special, *LAYOUT_RULES) for problem in rule(recipe, plan)]
     if plan and cluster:
         problems += [problem for rule in NETWORK_RULES for problem in rule(plan, cluster)]
@@ -91,8 +98,8 @@ def _in_order(problems: list[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda problem: (problem.file, problem.line))
 
 
-def _collect(read: Callable[[], R], problems: list[Problem]) -> R | None:
-    """Read a file, or add what is wrong with it to `problems`."""
+def _try_read(read: Callable[[], R], problems: list[Problem]) -> R | None:
+    """Read a file, or add its problems to `problems`."""
     try:
         return read()
     except SpecError as error:

@@ -1,17 +1,21 @@
 """The machines: chips, every level of the network, storage tiers and failure rates."""
 
+from importlib.metadata import entry_points
 from itertools import pairwise
 from math import prod
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from danlu.spec.description import Bandwidth, Bytes, Count, Description, Flops, Many, Seconds
+from danlu.spec.description import SpecModel, TupleOf
+from danlu.spec.names import Label, Name
+from danlu.spec.quantity import IN_FILE, Bandwidth, Bytes, ChipMemory, Flops, Latency, Mtbf, Seconds
+from danlu.spec.text import one_line
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
-"""What ranks do together; `p2p` is one message from one rank to another."""
-Operator = Literal[
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+"""Collectives; `p2p` is one message from one rank to another."""
+OperatorName = Literal[
     "matmul",
     "attention",
     "attention_backward",
@@ -31,37 +35,41 @@ Operator = Literal[
     "unit",
     "split",
 ]
-"""What a chip's time is made of, as `danlu probe` measures it by itself. The size of each:
+"""Operators that `danlu probe` measures by themselves. The size of each:
 
-- matmul: FLOPs of one product
+- matmul: FLOPs of one matmul
 - attention: tokens of a sequence; seconds of one head of 64 features
-- norm, rotation, activation, add, copy, loss, dispatch: elements of the stream, of queries and keys, of the hidden
-  layer, of a sum, of a copy, of the scores, of token copies times the width
+- norm, rotation, activation, add, copy, loss, dispatch: elements of the residual stream, of queries and keys, of the
+  hidden layer, of a sum, of a copy, of the logits, of token copies times the width
 - optimizer: parameters
-- unit: parameters of a module that is sharded over one rank: gathered twice, reduced once, and nothing computed
-- split: layers whose matrices two ranks share, forward and backward, less what a rank computes of them: the host's work
-  on distributed tensors, and collectives of `SHARED_TOKENS` × `SHARED_WIDTH` elements
+- unit: parameters of a module sharded over one rank: gathered twice, reduced once, without compute
+- split: tensor-parallel layers over two ranks, forward and backward, less the compute of a rank: the host's work on
+  distributed tensors, and collectives of `TP_PROBE_TOKENS` × `TP_PROBE_WIDTH` elements
 """
-SHARED_TOKENS = 256
-SHARED_WIDTH = 256
-"""The stream of the layers that `split` is measured with."""
+MAX_CHIPS = 10**8
+"""More than any machine has; a larger product of fan-outs is a mistake."""
+TP_PROBE_TOKENS = 256
+TP_PROBE_WIDTH = 256
+"""Activations of the layers that `split` is measured with."""
 
 
-class Curve(Description):
+class TimingCurve(SpecModel):
     """Seconds measured at several sizes, in growing order."""
 
-    sizes: Many[float] = Field(min_length=2)
-    seconds: Many[float] = Field(min_length=2)
+    sizes: TupleOf[float] = Field(min_length=2, max_length=10_000)
+    """Measured sizes: bytes, FLOPs or elements, depending on the operation."""
+    seconds: TupleOf[float] = Field(min_length=2, max_length=10_000)
+    """Time of each size."""
 
     @model_validator(mode="after")
     def _growing(self) -> Self:
         if len(self.sizes) != len(self.seconds):
             raise ValueError(
-                f"`sizes` and `seconds` must be as many, but are {len(self.sizes)} and {len(self.seconds)} instead\n"
+                f"`sizes` and `seconds` must have the same length, but have {len(self.sizes)} and {len(self.seconds)}\n"
                 "measure again with danlu probe"
             )
         if self.sizes[0] <= 0 or any(low >= high for low, high in pairwise(self.sizes)):
-            raise ValueError("`sizes` must be above 0 and grow, but do not\nsort them")
+            raise ValueError("`sizes` must be above 0 and increasing, but are not\nsort them")
         if min(self.seconds) <= 0:
             raise ValueError(
                 f"`seconds` must be above 0, but one is {min(self.seconds)}\nmeasure again with danlu probe"
@@ -69,96 +77,127 @@ class Curve(Description):
         return self
 
 
-class Collective(Curve):
-    """Seconds of one operation over some ranks, by bytes of the buffer that its caller sees."""
+class CollectiveCurve(TimingCurve):
+    """Seconds of one collective over some ranks, by bytes of the caller's buffer."""
 
-    operation: Operation
-    ranks: int = Field(ge=2)
-    """Members of a group; all groups of the machine at work at once."""
+    operation: CollectiveOp
+    """The collective."""
+    ranks: int = Field(ge=2, le=10**8)
+    """Ranks of a group; all groups of the machine run at once."""
 
 
-class Chip(Description):
-    """One accelerator (or one CPU socket or core group that a rank owns)."""
+class Chip(SpecModel):
+    """One accelerator (or one CPU socket or core group owned by a rank)."""
 
-    name: str
-    kind: str
+    name: Label
+    """Display name of the chip."""
+    kind: Label
     """Name of the chip descriptor that drives it: cpu, cuda, rocm, ascend, or one a package adds."""
-    memory: Bytes
+    memory: ChipMemory
+    """Memory of one chip."""
     memory_bandwidth: Bandwidth
+    """Bandwidth of the chip's memory."""
     peak: dict[Dtype, Flops]
     """Dense matrix-multiply peak by precision."""
     measured: bool = False
     """True when the peaks were measured by `danlu probe` rather than taken from a data sheet."""
-    operators: dict[Dtype, dict[Operator, Curve]] = Field(default_factory=dict)
-    """What the framework's operators were measured to take, by precision, all chips of a node at work.
+    operators: dict[Dtype, dict[OperatorName, TimingCurve]] = Field(default_factory=dict)
+    """Measured times of the framework's operators, by precision, with all chips of a node at work.
 
-    Where they are given, predictions are made of them; otherwise of the data sheet and of what other chips get out of
-    theirs.
+    If given, predictions use them; otherwise the data sheet and calibrated efficiencies.
     """
-    alone: float = Field(default=1.0, ge=1.0)
-    """How many times faster a chip computes while the others of its node rest: above 1 where they share cores."""
-    spread: float | None = Field(default=None, ge=0.0)
-    """Standard deviation of what equal work takes on different chips, as a share; as of other chips when left out."""
+    alone: float = Field(default=1.0, ge=1.0, le=10_000)
+    """How many times faster a chip computes while the others of its node are idle: above 1 if they share cores."""
+    spread: float | None = Field(default=None, ge=0.0, le=100)
+    """Relative standard deviation of the time of equal work on different chips; a calibrated default if omitted."""
     overlaps: bool = True
-    """Whether collectives run while the chip computes; on a CPU they are calls that wait."""
+    """Whether collectives overlap with compute; on a CPU they are blocking calls."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str, info: ValidationInfo) -> str:
+        if not (info.context and info.context.get(IN_FILE)):
+            return kind  # looking through installed packages takes 20 ms, and a thousand chips are made to validate
+        known = sorted({point.name for point in entry_points(group="danlu.chips")})
+        if kind not in known:
+            raise ValueError(
+                f"a chip of an installed package: {', '.join(known)}\n"
+                f"install the package that adds {one_line(kind)}, or name the one that drives this chip"
+            )
+        return kind
 
 
-class Level(Description):
-    """One level of the network: `fanout` things of the level below are joined by it."""
+class NetworkLevel(SpecModel):
+    """One level of the network: it joins `fanout` units of the level below."""
 
-    name: str
-    fanout: Count
+    name: Name
+    """Name in a plan's `mapping` and in `danlu plan --what-if`."""
+    fanout: int = Field(ge=1, le=10**7)
+    """Chips, or units of the level below, that one unit joins."""
     bandwidth: Bandwidth
     """Of one chip into this level, one direction."""
-    latency: Seconds
-    oversubscription: float = Field(default=1.0, ge=1.0)
-    """How much narrower this level is than what is plugged into it; 1 is a full fat tree."""
-    collectives: Many[Collective] = ()
-    """What operations were measured to take in groups whose members lie farthest apart on this level."""
+    latency: Latency
+    """Of one small message between two chips that this level joins."""
+    oversubscription: float = Field(default=1.0, ge=1.0, le=10_000)
+    """Oversubscription ratio of this level; 1 is a full fat tree."""
+    collectives: TupleOf[CollectiveCurve] = ()
+    """Measured times of collectives in groups that span this level."""
 
 
-class Tier(Description):
-    """A place checkpoints and data can live."""
+class StorageTier(SpecModel):
+    """Storage for checkpoints and data."""
 
-    name: str
+    name: Name
+    """Name of the tier."""
     kind: Literal["memory", "local", "shared", "object"]
+    """A node's memory or disk, a file system that all nodes share, or an object store."""
     capacity: Bytes
-    """Of one node for `memory` and `local`, of the whole cluster for `shared` and `object`."""
+    """Of one node for `memory` and `local`, of all nodes together for `shared` and `object`."""
     read: Bandwidth
-    """Of one node for `memory` and `local`, of the whole cluster for `shared` and `object`."""
+    """Of one node for `memory` and `local`, of all nodes together for `shared` and `object`."""
     write: Bandwidth
+    """As `read`."""
 
 
-class Failures(Description):
-    """How often things break, and what a restart costs."""
+class FailureRates(SpecModel):
+    """How often nodes fail, and what a restart costs."""
 
-    node_mtbf: Seconds
+    node_mtbf: Mtbf
     """Mean time between failures of one node."""
     restart: Seconds = 60.0
-    """From a failure to the first new step, without the work that was lost."""
+    """From a failure to the first new step, without the lost work."""
 
 
-class Cluster(Description):
-    """What the run stands on. Levels go from the innermost (chips in a node) outwards."""
+class Cluster(SpecModel):
+    """The machine. Levels go from the innermost (chips in a node) outwards."""
 
-    name: str
+    name: Label
+    """Name of the machine."""
     chip: Chip
-    levels: Many[Level] = Field(min_length=1)
-    tiers: Many[Tier] = ()
-    failures: Failures | None = None
+    """The chip of one rank; all are alike."""
+    levels: TupleOf[NetworkLevel] = Field(min_length=1, max_length=16)
+    """Every level of the network, the innermost (chips in a node) first."""
+    tiers: TupleOf[StorageTier] = Field(default=(), max_length=16)
+    """Storage for checkpoints and data, the fastest first."""
+    failures: FailureRates | None = None
+    """Failure rates; without them, goodput is not predicted."""
     source: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
             raise ValueError(f"`levels` must have distinct names, but are {', '.join(names)} instead\nrename one")
+        if self.chips > MAX_CHIPS:
+            raise ValueError(
+                f"`levels` must join at most {MAX_CHIPS:,} chips in all, but join {self.chips:.3g}\nsmaller fan-outs"
+            )
         return self
 
     @property
     def chips(self) -> int:
-        """Chips in the whole cluster."""
+        """Chips in the cluster."""
         return prod(level.fanout for level in self.levels)
 
     @property

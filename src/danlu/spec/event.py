@@ -1,53 +1,67 @@
-"""What happened: one event a line in a run's `events.jsonl`."""
+"""Events of a run: one per line in `events.jsonl`."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from danlu.spec.description import Description
+from danlu.spec.description import SpecModel
 
-PeakSource = Literal["measured at start", "measured by danlu probe", "data sheet"]
-"""Where the FLOP/s come from that MFU is reckoned against."""
+PeakSource = Literal["measured at start", "measured on this machine", "measured by danlu probe", "data sheet"]
+"""Source of the peak FLOP/s for MFU; measured on this machine by this run or by earlier ones."""
+Timestamp = Annotated[float, Field(ge=0, le=253_402_300_799, allow_inf_nan=False)]
+"""Seconds since the epoch, up to the year 9999."""
+FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+BoundedInt = Annotated[int, Field(ge=-(10**24), le=10**24)]
+"""Of steps, tokens, bytes or ranks."""
 
 
-class Started(Description):
-    """A run's processes have built the model and are about to take a step."""
+class StartEvent(SpecModel):
+    """All processes have built the model and are about to start training."""
 
     kind: Literal["started"] = "started"
-    time: float
+    time: Timestamp
     """Seconds since the epoch."""
-    world: int
+    world: BoundedInt
     chip: str
-    parameters: int
-    step: int
+    parameters: BoundedInt
+    step: BoundedInt
     """Step the run starts from; above 0 when resumed."""
-    steps: int
-    tokens_per_step: int
-    flops_per_token: float
+    steps: BoundedInt
+    tokens_per_step: BoundedInt
+    flops_per_token: FiniteFloat
     """Model FLOPs, forward and backward, without recompute."""
-    peak: float
-    """FLOP/s of all ranks that MFU is reckoned against."""
+    peak: FiniteFloat
+    """Peak FLOP/s of all ranks that MFU is computed against."""
     peak_source: PeakSource
-    baseline_loss: float | None = None
-    """Cross-entropy a unigram model of the corpus reaches: a model that has learned anything is below it."""
+    peak_spread: float | None = None
+    """Spread of the measurements of the peak, as a share of the best; None if it was not measured."""
+    dtype: str = ""
+    """Precision of compute, which the peak is for."""
+    host: str = ""
+    """Name of the machine of rank 0."""
+    layout: dict[str, BoundedInt] = Field(default_factory=dict)
+    """Degrees of the mesh axes; those of 1 are omitted."""
+    baseline_loss: FiniteFloat | None = None
+    """Cross-entropy of a unigram model of the corpus: a model that has learned anything is below it."""
 
 
-class StepReport(Description):
-    """One optimiser step; every figure is the global one."""
+class StepEvent(SpecModel):
+    """One optimizer step; all figures are global."""
 
     kind: Literal["step"] = "step"
-    time: float
-    step: int
+    time: Timestamp
+    step: BoundedInt
     """Steps done, this one included."""
     loss: float
     """Mean cross-entropy over all tokens of the global batch."""
     norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the global gradient before clipping."""
     learning_rate: float
-    tokens: int
+    tokens: BoundedInt
     """Tokens of this step."""
-    seconds: float
-    memory: int
+    seconds: FiniteFloat
+    memory: BoundedInt
     """Largest memory of any rank so far, in bytes."""
     committed: bool = True
     """False when loss or norm was not finite and the update was skipped."""
@@ -55,86 +69,95 @@ class StepReport(Description):
     """Load of the busiest expert over the mean, averaged over the expert layers."""
 
 
-class Saved(Description):
+class SaveEvent(SpecModel):
     """A checkpoint is complete."""
 
     kind: Literal["saved"] = "saved"
-    time: float
-    step: int
+    time: Timestamp
+    step: BoundedInt
     path: str
-    seconds: float
-    """From the wish to save to the last byte in the store; the training went on for most of it."""
-    stall: float | None = None
-    """Seconds the training waited for it."""
+    seconds: FiniteFloat
+    """From the save request to the last byte in the store; training continued for most of it."""
+    stall: FiniteFloat | None = None
+    """Seconds that training stalled."""
 
 
-class Resumed(Description):
-    """A run goes on from a checkpoint, whose tensors were proven to be here bit for bit."""
+class ResumeEvent(SpecModel):
+    """A run resumes from a checkpoint, whose tensors were verified bit for bit."""
 
     kind: Literal["resumed"] = "resumed"
-    time: float
-    step: int
-    was: dict[str, int]
-    """Ranks on the axes of the mesh that saved it; axes of one are left out."""
-    now: dict[str, int]
-    """The same of the mesh that goes on."""
-    tensors: int
-    """Tensors whose fingerprints, over all ranks, are those that were saved."""
-    saved: int | None = None
+    time: Timestamp
+    step: BoundedInt
+    was: dict[str, BoundedInt]
+    """Degrees of the mesh that saved it; those of 1 are omitted."""
+    now: dict[str, BoundedInt]
+    """The same of the mesh that resumes."""
+    tensors: BoundedInt
+    """Tensors whose fingerprints, over all ranks, match the saved ones."""
+    saved: BoundedInt | None = None
     """Tensors in the checkpoint."""
-    bytes: int
-    samples: int
-    """Samples consumed: the number of the next one."""
-    repeated: int | None = None
-    """Samples that are read again though what they taught was kept; None where the run's events do not reach back."""
-    skipped: int | None = None
-    """Samples that are never read; None as above."""
+    bytes: BoundedInt
+    samples: BoundedInt
+    """Samples consumed: the index of the next one."""
+    repeated: BoundedInt | None = None
+    """Samples read again although their updates were kept; None if the run's events do not reach back that far."""
+    skipped: BoundedInt | None = None
+    """Samples that are skipped; None as above."""
 
 
-class Rehearsed(Description):
-    """Before the first step, a save was tried out: the store takes it, and this is what it will cost."""
+class PreflightEvent(SpecModel):
+    """A trial save before the first step: the store accepts it, and this is what it will cost."""
 
     kind: Literal["rehearsed"] = "rehearsed"
-    time: float
-    bytes: int
+    time: Timestamp
+    bytes: BoundedInt
     """Of one save, over all ranks."""
-    seconds: float
-    """From the wish to save to the last byte, at the speed of a probe."""
-    stall: float
-    """Seconds the training will wait, at the speed its tensors were copied with."""
-    bandwidth: float
-    """Bytes a second that all hosts wrote together, or may write where `checkpoint.bandwidth` allows less."""
-    memory: int = 0
-    """Bytes of host memory that saves keep, over all hosts."""
-    free: int | None = None
-    """Bytes left in the store; None where nobody can tell."""
-    interval: float | None = None
-    """Seconds between saves that lose least to failures, by Young's formula; None where no failure rate is known."""
+    seconds: FiniteFloat
+    """From the save request to the last byte, at the measured speed."""
+    stall: FiniteFloat
+    """Seconds that training will stall, at the measured copy speed."""
+    bandwidth: FiniteFloat
+    """Bytes per second that all hosts wrote together, or may write if `checkpoint.bandwidth` allows less."""
+    memory: BoundedInt = 0
+    """Bytes of host memory for staging buffers, over all hosts."""
+    free: BoundedInt | None = None
+    """Free bytes in the store; None if unknown."""
+    interval: FiniteFloat | None = None
+    """Optimal seconds between saves by Young's formula; None if no failure rate is known."""
 
 
-class Warned(Description):
-    """Something departs from what was asked, with its cost."""
+class WarningEvent(SpecModel):
+    """Something differs from what was requested, with its cost."""
 
     kind: Literal["warning"] = "warning"
-    time: float
-    rank: int
+    time: Timestamp
+    rank: BoundedInt
     message: str
 
 
-class Ended(Description):
-    """The run is over."""
+class EndEvent(SpecModel):
+    """The run has ended."""
 
     kind: Literal["ended"] = "ended"
-    time: float
-    step: int
+    time: Timestamp
+    step: BoundedInt
     outcome: Literal["finished", "failed", "stopped"]
     message: str = ""
 
 
-Event = Annotated[Started | StepReport | Saved | Resumed | Rehearsed | Warned | Ended, Field(discriminator="kind")]
+Event = Annotated[
+    StartEvent | StepEvent | SaveEvent | ResumeEvent | PreflightEvent | WarningEvent | EndEvent,
+    Field(discriminator="kind"),
+]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+_EVENTS: TypeAdapter[list[Event]] = TypeAdapter(list[Event])
 
 
-def parse_event(line: str) -> Event:
+def parse_event(line: str | bytes) -> Event:
     """Read one line of `events.jsonl`."""
     return _EVENT.validate_json(line)
+
+
+def parse_events(lines: Sequence[bytes]) -> list[Event]:
+    """Read many lines at once, quicker than one after the other; raises `ValidationError` if any is no event."""
+    return _EVENTS.validate_json(b"[" + b",".join(lines) + b"]")

@@ -1,55 +1,70 @@
-"""How a run is laid out: degrees of every axis, their place on the network, pipeline, recompute, sharding."""
+"""How a run is laid out: degrees of every axis, their placement on the network, pipeline, recompute, sharding."""
 
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from danlu.spec.description import Bytes, Count, Description, Many, Seconds
+from danlu.spec.cluster import MAX_CHIPS
+from danlu.spec.description import SpecModel, TupleOf
+from danlu.spec.names import Label
+from danlu.spec.quantity import Bytes, Seconds
 
 Axis = Literal["pp", "replicate", "shard", "cp", "tp", "ep"]
 DENSE_AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp")
 """Axes of the mesh that attention and dense layers use, outermost first."""
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
-LOOPED_SCHEDULES: tuple[Schedule, ...] = ("interleaved", "zero-bubble", "zbv")
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+LOOPED_SCHEDULES: tuple[PipelineSchedule, ...] = ("interleaved", "zero-bubble", "zbv")
 """Schedules that give every rank several stages."""
-SPLIT_SCHEDULES: tuple[Schedule, ...] = ("zero-bubble", "zbv")
-"""Schedules that take the backward pass in two halves, first for inputs, later for weights.
+SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero-bubble", "zbv")
+"""Schedules that split the backward pass, first for inputs, later for weights.
 
-The half for weights finds them only where they stayed gathered since the forward pass (resharded, PyTorch 2.13
-drops their gradients without a word), and compiled blocks cannot be split.
+The half for weights needs them gathered since the forward pass (if resharded, PyTorch 2.13 silently drops their
+gradients), and compiled blocks cannot be split.
 """
 
 
-class Degrees(Description):
-    """Ranks along every axis. `ep` folds the ranks of `shard × cp × tp` once more, for the expert layers."""
+Degree = Annotated[int, Field(ge=1, le=10**8)]
 
-    pp: Count = 1
-    """Pipeline stages' ranks."""
-    replicate: Count = 1
+
+class Degrees(SpecModel):
+    """Ranks along every axis. `ep` folds the ranks of `shard × cp × tp` again, for the expert layers."""
+
+    pp: Degree = 1
+    """Pipeline-parallel ranks."""
+    replicate: Degree = 1
     """Replicas of the sharded model (HSDP)."""
-    shard: Count = 1
+    shard: Degree = 1
     """Ranks over which states are sharded (FSDP)."""
-    cp: Count = 1
-    """Ranks that share one sequence."""
-    tp: Count = 1
-    """Ranks that share every matrix, with sequence parallelism between them."""
-    ep: Count = 1
-    """Ranks over which experts are spread."""
+    cp: Degree = 1
+    """Context-parallel ranks: they shard every sequence."""
+    tp: Degree = 1
+    """Tensor-parallel ranks: they shard every matrix, with sequence parallelism in between."""
+    ep: Degree = 1
+    """Expert-parallel ranks: experts are sharded over them."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        if self.world > MAX_CHIPS:
+            raise ValueError(
+                f"`pp` must give at most {MAX_CHIPS:,} ranks with the other degrees, but gives {self.world:.3g}\n"
+                "smaller degrees"
+            )
+        return self
 
     @property
     def world(self) -> int:
-        """Ranks in the whole run."""
-        return self.pp * self.stage
+        """Ranks of the run."""
+        return self.pp * self.ranks_per_stage
 
     @property
-    def stage(self) -> int:
+    def ranks_per_stage(self) -> int:
         """Ranks that hold one pipeline stage."""
         return self.replicate * self.shard * self.cp * self.tp
 
     @property
-    def data(self) -> int:
+    def dp(self) -> int:
         """Ranks that read different sequences."""
         return self.replicate * self.shard
 
@@ -59,90 +74,95 @@ class Degrees(Description):
         return self.shard * self.cp * self.tp // self.ep
 
 
-class Pipeline(Description):
+class PipelineConfig(SpecModel):
     """The pipeline schedule; only read when `degrees.pp` is above 1."""
 
-    schedule: Schedule = "1f1b"
-    stages_per_rank: Count = 1
-    """Virtual stages on every rank; the looped schedules want 2 or more, the others 1."""
-    layers: Many[int] = ()
-    """Layers of every stage, in order of the stages; as even as possible when left out."""
+    schedule: PipelineSchedule = "1f1b"
+    """Order in which microbatches pass the stages."""
+    stages_per_rank: int = Field(default=1, ge=1, le=1000)
+    """Virtual stages per rank; the looped schedules need 2 or more, the others 1."""
+    layers: TupleOf[Annotated[int, Field(le=100_000)]] = Field(default=(), max_length=100_000)
+    """Layers of every stage, in order of the stages; as even as possible if omitted."""
 
 
-class Prediction(Description):
-    """What a plan was predicted to do; nothing is built from it, reports show it beside what was measured."""
+class PlanPrediction(SpecModel):
+    """The prediction for a plan; not used to build anything, reports show it beside what was measured."""
 
     seconds: Seconds
     """Of one step."""
-    tokens_per_second: float = Field(gt=0)
-    """Of the whole run while nothing breaks."""
+    tokens_per_second: float = Field(gt=0, allow_inf_nan=False)
+    """Of all ranks, without failures."""
     bytes: Bytes
     """Of the fullest chip."""
-    model_flops_share: float = Field(gt=0)
-    """Of the chips' peak that goes into model FLOPs (MFU)."""
+    model_flops_share: float = Field(gt=0, allow_inf_nan=False)
+    """Model FLOPs per second over the peak of the chips (MFU)."""
+    dtype: str = ""
+    """Precision of compute of the prediction."""
     effective_share: float | None = Field(default=None, gt=0, le=1)
-    """Of the time that counts beside failures and saves."""
-    cluster: str
-    """Name of the machine it was predicted for."""
-    by: str
-    """Who predicted it."""
+    """Goodput: share of time spent on useful training, without failures and saves."""
+    cluster: Label
+    """Name of the cluster it was predicted for."""
+    by: Label
+    """What predicted it."""
 
 
-class Plan(Description):
-    """How it will run. Made by hand or by the planner, read by every room that builds a part of the run."""
+class Plan(SpecModel):
+    """How a run is laid out. Written by hand or by the planner, read by every room that builds the run."""
 
     degrees: Degrees = Degrees()
-    mapping: dict[Axis, dict[str, Count]] = Field(default_factory=dict)
+    """Ranks along every axis of the mesh; their product is the number of processes."""
+    mapping: dict[Axis, dict[str, Degree]] = Field(default_factory=dict)
     """For an axis, how many of its ranks lie on each network level: `tp = {node = 8}`.
 
-    Axes left out fill what remains, tensor parallelism innermost and the pipeline outermost.
+    Omitted axes fill the remaining ranks, tensor parallelism innermost and the pipeline outermost.
     """
-    microbatches: Count = 1
-    """Pieces in which a rank takes its share of the batch: gradient accumulation, and what fills the pipeline."""
-    pipeline: Pipeline = Pipeline()
+    microbatches: int = Field(default=1, ge=1, le=10**6)
+    """Microbatches of a rank's share of the batch: gradient accumulation, and what fills the pipeline."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Schedule and stages, if `degrees.pp` is above 1."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to compute again in the backward pass: none; all but matrix products and attention; all."""
+    """Activations to recompute in the backward pass: none; all but matmuls and attention; all."""
     compile: bool = False
     """Compile every block with torch.compile."""
     reshard_after_forward: bool | None = None
     """Free the gathered parameters between forward and backward (ZeRO-3), or keep them (ZeRO-2).
 
-    When left out: free them, except in a pipeline, where every microbatch would gather them again.
+    If omitted: free them, except in a pipeline, where every microbatch would gather them again.
     """
 
-    prediction: Prediction | None = None
-    """Time and bytes, where a planner made the plan."""
+    prediction: PlanPrediction | None = None
+    """Predicted time and memory, if the planner made the plan."""
 
     @property
-    def reshards(self) -> bool:
+    def resolved_reshard_after_forward(self) -> bool:
         """Whether gathered parameters are freed after the forward pass, with the default filled in."""
         return self.degrees.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Pipeline stages, virtual ones included."""
         return self.degrees.pp * self.pipeline.stages_per_rank
 
     def stage_layers(self, layers: int) -> tuple[range, ...]:
         """Which of `layers` layers every stage holds: as the plan says, or as even as possible.
 
-        Where they do not divide, the stages in the middle take the extra layers: the first also
-        holds the embedding and the last the head.
+        If they do not divide, the middle stages take the extra layers: the first also holds the embedding and the
+        last the head.
         """
         counts = list(self.pipeline.layers)
         if not counts:
-            counts = list(evenly(layers, self.stages))
+            counts = list(split_layers_evenly(layers, self.num_stages))
         starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
         return tuple(range(start, end) for start, end in pairwise(starts))
 
 
-def evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of every stage, as even as possible; those in the middle take what is left over."""
+def split_layers_evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of every stage, as even as possible; the middle ones take the remainder."""
     base, extra = divmod(layers, stages)
     first = (stages - extra) // 2
     return tuple(base + (first <= stage < first + extra) for stage in range(stages))
 
 
-def fully_sharded(world: int) -> Plan:
+def fully_sharded_plan(world: int) -> Plan:
     """The layout of a run without a plan: states sharded over all ranks."""
     return Plan(degrees=Degrees(shard=world))

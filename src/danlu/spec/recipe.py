@@ -1,163 +1,186 @@
-"""What to train: model, data, batch, optimiser, precision, steps."""
+"""What to train: model, data, batch, optimizer, precision, steps."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from danlu.spec.description import Bytes, Count, Description, Many
-from danlu.spec.model import Model
-from danlu.spec.own_model import OwnModel
+from danlu.spec.custom_model import CustomModel
+from danlu.spec.description import MAX_COUNT, PositiveInt, SpecModel, TupleOf
+from danlu.spec.model import Model, SequenceLength
+from danlu.spec.names import Name
+from danlu.spec.quantity import Bytes
 
-MODEL_KINDS = ("described", "own")
-"""The two ways to say a model: by its shape, or by what makes it."""
+MODEL_TAGS = ("described", "own")
+"""The two ways to specify a model: by its shape, or by the code that builds it."""
 
 
 def _model_kind(value: Any) -> str:
-    """Which of the two a table is meant to be, even if a setting is misspelt."""
+    """Which of the two a table is, even if a setting is misspelled."""
     if isinstance(value, dict):
-        own, described = set(OwnModel.model_fields), set(Model.model_fields)
-        return "own" if value.keys() & (own - described) else "described"
-    return "own" if isinstance(value, OwnModel) else "described"
+        custom, described = set(CustomModel.model_fields), set(Model.model_fields)
+        return "own" if value.keys() & (custom - described) else "described"
+    return "own" if isinstance(value, CustomModel) else "described"
 
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 
+Access = Literal["owner", "group", "everyone"]
 
-def has_experts(model: Model | OwnModel) -> bool:
-    """Whether a model has expert layers that Danlu spreads over ranks."""
+
+def has_experts(model: Model | CustomModel) -> bool:
+    """Whether a model has expert layers that Danlu shards over ranks."""
     return isinstance(model, Model) and model.moe is not None
 
 
-class DataSource(Description):
-    """One data set of a mixture."""
+class DataSource(SpecModel):
+    """One dataset of a mixture."""
 
     shards: str
     """Folder of token shards, relative to the recipe, or `s3://bucket/prefix`."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Its share of the samples, as a part of the sum of all weights."""
-    source: Many[str] = ()
+    weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
+    """Its share of the samples, relative to the sum of all weights."""
+    source: TupleOf[str] = ()
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
 
 
-class Data(Description):
-    """Token shards, or several mixed by weight, and what to build them from when a folder does not exist yet."""
+class DataConfig(SpecModel):
+    """Token shards, or several datasets mixed by weight, and what to build them from if a folder does not exist yet."""
 
     shards: str = ""
     """Folder of token shards, relative to the recipe, or `s3://bucket/prefix`."""
-    sources: Many[DataSource] = ()
-    """Several data sets instead, each with its weight; the tokenizer is one for all."""
-    source: Many[str] = ()
+    sources: TupleOf[DataSource] = Field(default=(), max_length=10_000)
+    """Several datasets instead, each with its weight; they share one tokenizer."""
+    source: TupleOf[str] = ()
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     cache: str = ""
     """Folder on a local disk for blocks read from `s3://`, shared by the ranks of a machine."""
     cache_size: Bytes = 16 << 30
-    """Most bytes the cache takes."""
+    """Maximum size of the cache."""
     options: dict[str, str] = Field(default_factory=dict)
-    """Of `s3://`: `endpoint` of a server that is not Amazon's, `region`, timeouts."""
+    """Of `s3://`: `endpoint` of a server other than Amazon's, `region`, timeouts."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.shards and self.sources:
-            raise ValueError("`shards` must be left out where there are `sources`\nname it as one of the `sources`")
+            raise ValueError("`shards` must be omitted if there are `sources`\nname it as one of the `sources`")
         if not self.shards and not self.sources:
             raise ValueError(
                 "`shards` must name a folder of token shards, or `sources` several of them"
                 '\nadd `shards = "…"` to [data]'
             )
         if self.source and self.sources:
-            raise ValueError("`source` must stand beside the `shards` it builds\nmove it into one of the `sources`")
+            raise ValueError(
+                "`source` must be in the same table as the `shards` it builds\nmove it into one of the `sources`"
+            )
         return self
 
     @property
-    def parts(self) -> tuple[DataSource, ...]:
-        """The data sets, one or several."""
+    def datasets(self) -> tuple[DataSource, ...]:
+        """The datasets, one or several."""
         return self.sources or (DataSource(shards=self.shards, source=self.source),)
 
 
-class Batch(Description):
-    """The global batch of one optimiser step, whatever the layout."""
+class BatchConfig(SpecModel):
+    """The global batch of one optimizer step, independent of the layout."""
 
-    sequences: Count
-    length: Count
-    """Tokens a sequence."""
+    sequences: int = Field(ge=1, le=10**9)
+    """Sequences of one optimizer step, over all ranks."""
+    length: SequenceLength
+    """Tokens per sequence."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in one optimiser step."""
+        """Tokens in one optimizer step."""
         return self.sequences * self.length
 
 
-class Optimizer(Description):
-    """AdamW; weight decay spares vectors (norms and biases)."""
+class OptimizerConfig(SpecModel):
+    """AdamW; no weight decay for vectors (norms and biases)."""
 
-    learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0, le=1000)
+    """Peak learning rate; [schedule] says how it rises and falls."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the running mean of the gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    clip: float = Field(default=1.0, ge=0)
-    """Largest norm of the global gradient; 0 does not clip."""
+    """Decay of the running mean of their squares."""
+    epsilon: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the root of the mean square, to avoid division by 0."""
+    weight_decay: float = Field(default=0.1, ge=0, le=1000)
+    """Weight decay of matrices, times the learning rate; norms and biases are not decayed."""
+    clip: float = Field(default=1.0, ge=0, le=1e12)
+    """Maximum norm of the global gradient; 0 disables clipping."""
 
 
-class Schedule(Description):
-    """The learning rate over the run, as a factor of the optimiser's `learning_rate`."""
+class LRSchedule(SpecModel):
+    """The learning rate over the run, as a factor of the optimizer's `learning_rate`."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup: int = Field(default=0, ge=0)
+    """Decay after the warm-up: none, half a cosine, linear, or linear at the end only."""
+    warmup: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps of linear warm-up."""
-    decay: int | None = Field(default=None, ge=0)
-    """Steps of decay at the end; for `wsd` only (warm-up, stable, decay). A tenth of the run when left out."""
+    decay: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    """Steps of decay at the end; for `wsd` only (warm-up, stable, decay). A tenth of the run if omitted."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor at the end of the run."""
 
 
-class LayerPrecision(Description):
+class LayerPrecision(SpecModel):
     """Precision of the modules whose names match."""
 
     match: str
     """A pattern over `embed`, `blocks.<layer>`, `blocks.<layer>.mlp.experts` and `head`, such as `blocks.[0-3]`."""
     compute: ComputeDtype
+    """Dtype of their forward and backward passes."""
     reduce: ComputeDtype = "fp32"
+    """Dtype in which their gradients are summed over ranks."""
 
 
-class Precision(Description):
-    """Dtypes of compute and of gradient reduction; parameters and optimiser states are always kept in fp32."""
+class PrecisionConfig(SpecModel):
+    """Dtypes of compute and of gradient reduction; parameters and optimizer states are always in fp32."""
 
     compute: ComputeDtype = "fp32"
+    """Dtype of the forward and backward passes."""
     reduce: ComputeDtype = "fp32"
-    layers: Many[LayerPrecision] = ()
-    """Groups of layers that depart from the above; the last match wins."""
+    """Dtype in which gradients are summed over ranks."""
+    layers: TupleOf[LayerPrecision] = Field(default=(), max_length=10_000)
+    """Groups of layers with another precision; the last match wins."""
+
+    @property
+    def label(self) -> str:
+        """The run's precision: `bf16`, or `bf16 (fp32 in blocks.0)` if groups of layers differ."""
+        others = [f"{group.compute} in {group.match}" for group in self.layers if group.compute != self.compute]
+        return f"{self.compute} ({', '.join(others)})" if others else self.compute
 
 
-class Checkpoint(Description):
-    """When to save, where to, how many to keep, and what a failing store may cost."""
+class CheckpointConfig(SpecModel):
+    """When and where to save, how many checkpoints to keep, and what to do if the store fails."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps between checkpoints; 0 saves only at the end of the run."""
-    keep: Count = 2
-    """Newest checkpoints kept; older ones go once a newer one was written and read back whole."""
+    keep: int = Field(default=2, ge=1, le=10**9)
+    """Number of newest checkpoints to keep; older ones are deleted once a newer one is verified."""
     store: str = ""
-    """A folder or `s3://bucket/prefix` to save to, under the run's name; the run's own folder if left out."""
+    """A folder or `s3://bucket/prefix` to save to, under the run's name; the run's folder if omitted."""
     options: dict[str, str] = Field(default_factory=dict)
-    """Of an `s3://` store: `endpoint`, `region`, timeouts. Credentials are found where the AWS tools look."""
+    """Of an `s3://` store: `endpoint`, `region`, timeouts. Credentials are found as by the AWS tools."""
     near: str = ""
-    """A folder on each host's own disk for a second copy of what its ranks saved last, read before `store`."""
+    """A folder on each host's local disk for a copy of what its ranks saved last, read before `store`."""
     peers: bool = False
-    """Whether a copy of what a host saved last goes to another host's memory too, and is read before any disk."""
+    """Also replicate what a host saved last to another host's memory, read before any disk."""
     parity: int = Field(default=0, ge=0, le=4)
-    """How many of every `group` ranks' files may be lost or rotten and are still read; each costs a file's room."""
+    """Parity files per `group` ranks' files: how many may be lost or corrupt and are still readable."""
     group: int = Field(default=8, ge=1, le=128)
     """Files that are protected together."""
-    scrub: float = Field(default=24.0, ge=0)
-    """Hours after which kept checkpoints are read again in idle time, to find rot while it can be mended; 0 never."""
+    scrub: float = Field(default=24.0, ge=0, le=10**6)
+    """Hours between idle-time reads of kept checkpoints, to find bit rot while it can be repaired; 0 never."""
     retries: int = Field(default=2, ge=0, le=8)
-    """Further tries of what a store refuses: after 1 s, 4 s, 16 s and so on."""
-    bandwidth: float = Field(default=0.0, ge=0)
-    """Megabytes a second that a rank may write to `store` while training goes on; 0 is as fast as it takes them."""
-    stop_after: int = Field(default=0, ge=0)
-    """Saves in a row that may fail before the run stops; 0 trains on without."""
+    """Retries of failed store operations: after 1 s, 4 s, 16 s and so on."""
+    bandwidth: float = Field(default=0.0, ge=0, le=10**9)
+    """Megabytes per second that a rank may write to `store` during training; 0 is unlimited."""
+    stop_after: int = Field(default=0, ge=0, le=10**9)
+    """Consecutive saves that may fail before the run stops; 0 never stops."""
 
     @model_validator(mode="after")
     def _known_store(self) -> Self:
@@ -165,33 +188,45 @@ class Checkpoint(Description):
         if separator and scheme not in ("s3", "file"):
             raise ValueError(
                 f"`store` must be a folder or s3://bucket/prefix, but is {self.store}"
-                f"\n{scheme}:// is not known here; copy checkpoints there with a tool of its own"
+                f"\n{scheme}:// is not supported; copy checkpoints there with another tool"
             )
         if self.options and scheme != "s3":
-            raise ValueError(
-                "`options` must be left out unless `store` is in s3://: they would be ignored\nremove them"
-            )
+            raise ValueError("`options` must be omitted unless `store` is in s3://: they would be ignored\nremove them")
         return self
 
 
-class Recipe(Description):
-    """What to train. A file's `model` table may name a catalogue entry as its `base` and change single fields."""
+class Recipe(SpecModel):
+    """What to train. A file's `model` table may name a catalog entry as its `base` and override single fields."""
 
-    name: str
-    seed: int = Field(default=0, ge=0)
-    steps: Count
-    model: Annotated[Annotated[Model, Tag("described")] | Annotated[OwnModel, Tag("own")], Discriminator(_model_kind)]
+    name: Name
+    """Name of the run and of its folder under `runs/`; a number is added if that exists."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of initial values, of the order of samples and of dropout."""
+    steps: PositiveInt
+    """Optimizer steps of the run."""
+    access: Access = "owner"
+    """Who may read the run's folder, its checkpoints and their copies; only the owner may change them."""
+    model: Annotated[
+        Annotated[Model, Tag("described")] | Annotated[CustomModel, Tag("own")], Discriminator(_model_kind)
+    ]
+    """Shape of the model, or the code that builds it."""
     weights: str = ""
-    """Folder of `danlu import hf` to start from, relative to the recipe; what `model` leaves out is taken from it."""
-    data: Data
-    batch: Batch
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    precision: Precision = Precision()
-    checkpoint: Checkpoint = Checkpoint()
+    """Folder of `danlu import hf` to start from, relative to the recipe; it gives the fields that `model` omits."""
+    data: DataConfig
+    """Training data."""
+    batch: BatchConfig
+    """The global batch."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW's settings."""
+    schedule: LRSchedule = LRSchedule()
+    """The learning rate over the run."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Dtypes; fp32 throughout if omitted."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When and where to save."""
 
     @property
     def decoder(self) -> Model:
-        """The model's shape; only asked for where the model is described by it."""
+        """The model's shape; only for a model that is described by it."""
         assert isinstance(self.model, Model)
         return self.model

@@ -1,34 +1,48 @@
-"""TOML in, with the line of every key, and TOML out."""
+"""Reads TOML, with the line of every key, and writes TOML."""
 
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from danlu.spec.description import Description
+from danlu.spec.description import SpecModel
+from danlu.spec.files import is_too_nested, nesting_problem, read_text
+from danlu.spec.problem import SpecError, problem_at
+from danlu.spec.quantity import IN_FILE
 
 KeyPath = tuple[str | int, ...]
 
+_SYNTAX = "see https://toml.io for the syntax"
 _NAME = r"""(?:[\w-]+|"(?:\\.|[^"\\])*"|'[^']*')"""
 _DOTTED = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+_BARE = re.compile(r"[\w\s.-]+", re.ASCII)
 _HEADER = re.compile(rf"^\s*(\[\[?)\s*({_DOTTED})\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(rf"^\s*({_DOTTED})\s*=")
 _TOKEN = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'[^']*'|#.*|[\[\]{}]""")
 _CLOSING = {'"' * 3: re.compile(r'(?:\\.|[^\\])*?"{3,5}'), "'" * 3: re.compile(r".*?'{3,5}")}
-"""Up to the end of a multi-line string; one or two quotes may stand right before its delimiter."""
+"""Up to the end of a multi-line string; one or two quotes may precede its delimiter."""
 
 
 @dataclass(frozen=True)
-class Document:
-    """A parsed TOML file that remembers where its keys stand."""
+class TomlDocument:
+    """A parsed TOML file with the lines of its keys."""
 
     path: Path
     values: dict[str, Any]
     lines: Mapping[KeyPath, int]
+    overrides: Mapping[KeyPath, int] = field(default_factory=dict)
+    """Keys whose values come from the command line, with the number of the option."""
+
+    def location(self, key: KeyPath) -> tuple[Path, int]:
+        """File and line of `key`; the option and its number if it comes from the command line."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.overrides:
+                return Path("--set"), self.overrides[key[:length]]
+        return self.path, self.line(key)
 
     def line(self, key: KeyPath) -> int:
         """Line of `key`, or of the nearest table around it that the file has; 1 if it has none."""
@@ -37,18 +51,35 @@ class Document:
         return self.lines.get(key, 1)
 
 
-def read(path: Path) -> Document:
-    """Read a TOML file; raises `tomllib.TOMLDecodeError` on bad syntax."""
-    text = path.read_text(encoding="utf-8")
-    return Document(path, tomllib.loads(text), key_lines(text))
+def read(path: Path) -> TomlDocument:
+    """Read a TOML file; raises `FileNotFoundError` if there is none, `SpecError` if it is not TOML."""
+    text = read_text(path)
+    values = _parsed(path, text)
+    if is_too_nested(values):
+        raise SpecError([nesting_problem(path)])
+    return TomlDocument(path, values, key_lines(text))
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, position = str(error).partition(" (at ")
+        line = int(position.split(",")[0][5:]) if position.startswith("line ") else text.count("\n") + 1
+        raise SpecError([problem_at(path, line, "syntax", f"is not TOML: {message}", _SYNTAX)]) from None
+    except RecursionError:
+        raise SpecError([nesting_problem(path)]) from None
+    except ValueError as error:  # a number with more digits than Python parses, a date that does not exist
+        message = f"is not TOML that can be read: {str(error).partition(';')[0]}"
+        raise SpecError([problem_at(path, 1, "syntax", message, _SYNTAX)]) from None
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
     """Line number (from 1) of every table and key in valid TOML.
 
-    The standard library's parser forgets positions, so this walks the lines beside it. A value
-    that runs over several lines belongs to the line of its key; a table that is only implied by a
-    longer name stands where it is first named.
+    The standard library's parser drops positions, so this scans the lines separately. A value over
+    several lines belongs to the line of its key; a table that is only implied by a longer name is
+    where it is first named.
     """
     lines: dict[KeyPath, int] = {}
     implied: dict[KeyPath, int] = {}
@@ -76,7 +107,9 @@ def _place(path: KeyPath, number: int, lines: dict[KeyPath, int], implied: dict[
 
 
 def _parts(dotted: str) -> KeyPath:
-    """The names of a dotted key, unquoted by the parser itself."""
+    """The names of a dotted key, unquoted by the parser itself where they are quoted."""
+    if _BARE.fullmatch(dotted):
+        return tuple(part.strip() for part in dotted.split("."))
     parts: KeyPath = ()
     values: Any = tomllib.loads(f"{dotted} = 0")
     while isinstance(values, dict):
@@ -86,7 +119,7 @@ def _parts(dotted: str) -> KeyPath:
 
 
 def _descend(parts: KeyPath, arrays: dict[KeyPath, int], is_array: bool) -> KeyPath:
-    """The path of a table header, with the index of the newest element behind every array of tables."""
+    """The path of a table header, with the index of the newest element after every array of tables."""
     path: KeyPath = ()
     for part in parts[:-1]:
         path += (part,)
@@ -118,6 +151,7 @@ def _still_open(line: str, depth: int, quote: str) -> tuple[int, str]:
             depth += (token[0] in "[{") - (token[0] in "]}")
 
 
-def dumps(description: Description) -> str:
-    """Write a description as TOML; fields that hold nothing are left out."""
-    return tomli_w.dumps(description.model_dump(mode="json", exclude_none=True), multiline_strings=True)
+def dumps(description: SpecModel) -> str:
+    """Write a description as TOML, quantities with their units; fields that are None are omitted."""
+    values = description.model_dump(mode="json", exclude_none=True, context={IN_FILE: True})
+    return tomli_w.dumps(values, multiline_strings=True)

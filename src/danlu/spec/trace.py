@@ -1,66 +1,74 @@
-"""What ranks do in one optimiser step, as a dry run finds it: operators, collectives, and the bytes they hold."""
+"""What ranks do in one optimizer step, recorded by a dry run: operators, collectives, and memory."""
 
 from typing import Literal, get_args
 
 from pydantic import Field
 
-from danlu.spec.description import Bytes, Count, Description, Many
+from danlu.spec.description import PositiveInt, SpecModel, TupleOf
+from danlu.spec.quantity import Bytes
 
-Phase = Literal["forward", "recompute", "backward", "optimiser"]
-Kind = Literal["parameters", "gathered", "gradients", "optimiser", "activations", "communication"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""What a byte is for: this rank's shard of the parameters, parameters gathered for use, gradients, optimiser states,
-activations (and what operators need in between), buffers of collectives."""
+Phase = Literal["forward", "recompute", "backward", "optimizer"]
+MemoryKind = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "communication"]
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+"""Kinds of memory: this rank's shard of the parameters, gathered parameters, gradients, optimizer states, activations
+(and temporaries of operators), buffers of collectives."""
 
 
-class Collective(Description):
-    """Calls of one collective that are alike."""
+class CollectiveStats(SpecModel):
+    """Identical calls of one collective."""
 
     operation: str
     dtype: str
-    size: Bytes
-    """Bytes the rank puts into one call."""
+    payload: Bytes
+    """Bytes the rank puts into one call (or gets out, for a receive)."""
+    wire: Bytes
+    """Bytes the rank sends over the network for one call, by rings: an all-gather of n ranks sends n − 1 payloads."""
     axes: str
     """Axes of the mesh its group lies along."""
-    ranks: Count
+    ranks: PositiveInt
     level: str = ""
     """Innermost level of the network that joins the group; empty without a cluster."""
-    count: Count
+    count: PositiveInt
 
     @property
-    def total(self) -> int:
-        """Bytes of all calls."""
-        return self.size * self.count
+    def total_payload(self) -> int:
+        """Payload of all calls."""
+        return self.payload * self.count
+
+    @property
+    def total_wire(self) -> int:
+        """Bytes on the wire of all calls."""
+        return self.wire * self.count
 
 
-class Operator(Description):
-    """Calls of one operator that are alike."""
+class OperatorStats(SpecModel):
+    """Identical calls of one operator."""
 
     name: str
     """Such as `aten.mm`."""
     phase: Phase
     module: str
-    """The innermost module that called it, layers that are alike under one name: `blocks.*.attention.q`."""
-    inputs: Many[str]
-    """Dtype and shape of every tensor that goes in: `bf16[4096, 8192]`."""
-    outputs: Many[str]
+    """The innermost module that called it, identical layers under one name: `blocks.*.attention.q`."""
+    inputs: TupleOf[str]
+    """Dtype and shape of every input tensor: `bf16[4096, 8192]`."""
+    outputs: TupleOf[str]
     flops: float = Field(ge=0)
-    """Of one call on this rank's part; 0 for what only moves bytes."""
+    """Of one call on this rank; 0 for memory-bound operators."""
     bytes: Bytes
     """Read and written by one call."""
-    count: Count
+    count: PositiveInt
 
 
-class Instant(Description):
-    """Bytes alive at one moment of the step, in the order of `KINDS`."""
+class MemorySample(SpecModel):
+    """Bytes alive at one moment of the step, in the order of `MEMORY_KINDS`."""
 
     at: int = Field(ge=0)
-    """Operators of the step that ran before."""
+    """Operators of the step that ran before this moment."""
     phase: Phase
     module: str
-    """The module at work, with its own layer number."""
+    """The running module, with its layer number."""
     microbatch: int | None = None
-    held: Many[int]
+    held: TupleOf[int]
 
     @property
     def total(self) -> int:
@@ -68,22 +76,22 @@ class Instant(Description):
         return sum(self.held)
 
 
-class Trace(Description):
-    """One optimiser step of one rank."""
+class Trace(SpecModel):
+    """One optimizer step of one rank."""
 
     rank: int = Field(ge=0)
-    world: Count
+    world: PositiveInt
     place: dict[str, int]
     """The rank's coordinate along every axis."""
-    stands_for: Count
-    """Ranks that do the same, this one included: those at the same place of the pipeline."""
+    stands_for: PositiveInt
+    """Ranks that do the same, including this one: those of the same pp rank."""
     folded: int = Field(default=0, ge=0)
-    """Layers that were not run but counted, because they are like their neighbours; 0 if all were run."""
-    collectives: Many[Collective]
-    operators: Many[Operator]
-    memory: Many[Instant]
-    """The step in a few hundred instants; between two of them no more is held than at the higher one."""
-    peak: Instant
+    """Layers that were extrapolated, because they are identical to their neighbors; 0 if all were run."""
+    collectives: TupleOf[CollectiveStats]
+    operators: TupleOf[OperatorStats]
+    memory: TupleOf[MemorySample]
+    """A few hundred samples over the step; between two of them no more is held than at the higher one."""
+    peak: MemorySample
     """The moment at which most bytes are alive."""
     seconds: float = Field(ge=0)
     """How long the dry run of this rank took."""
@@ -94,21 +102,23 @@ class Trace(Description):
         return sum(operator.flops * operator.count for operator in self.operators)
 
 
-class DryRun(Description):
-    """One step of a run, without its machines: what the ranks that differ do."""
+class DryRun(SpecModel):
+    """One step of a run, without its machines: the traces of ranks that differ."""
 
     name: str
     """Of the recipe."""
     cluster: str = ""
-    levels: Many[str] = ()
+    levels: TupleOf[str] = ()
     """Levels of the cluster's network, innermost first."""
     memory_limit: Bytes | None = None
-    """Memory of one chip, where a cluster was given."""
+    """Memory of one chip, if a cluster was given."""
+    precision: str = ""
+    """Precision of compute, and so of activations and traffic."""
     degrees: dict[str, int]
-    microbatches: Count
-    schedule: Many[Many[str]] = ()
-    """For every place on the pipeline its actions in order: `F0.3` is the forward of stage 0 for microbatch 3, `B` a
-    whole backward, `I` and `W` its halves for inputs and for weights. Empty without a pipeline."""
-    traces: Many[Trace]
-    notes: Many[str] = ()
-    """Where the dry run departs from the run itself, in sentences for the reader."""
+    microbatches: PositiveInt
+    schedule: TupleOf[TupleOf[str]] = ()
+    """The actions of every pp rank in order: `F0.3` is the forward of stage 0 for microbatch 3, `B` a full backward,
+    `I` and `W` its halves for inputs and for weights. Empty without a pipeline."""
+    traces: TupleOf[Trace]
+    notes: TupleOf[str] = ()
+    """How the dry run differs from a real run, in sentences for the reader."""

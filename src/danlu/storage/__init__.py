@@ -1,1 +1,1 @@
-"""What outlives a process: training data in token shards, and checkpoints."""
+"""What outlives a process: training data in token shards, checkpoints, and the stores both are kept in."""

@@ -2,31 +2,31 @@
 
 from collections.abc import Iterator
 
-from danlu.spec.load import Sourced
-from danlu.spec.numbers import closest, closest_divisor, closest_multiple
+from danlu.spec.divisors import closest, closest_divisor, closest_multiple
+from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem
 from danlu.spec.recipe import Recipe
 from danlu.spec.rules.shape import LayoutRule
 
 
-def sequences_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """Every data-parallel rank takes as many sequences."""
+def sequences_divide(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Every data-parallel rank gets the same number of sequences."""
     degrees, sequences = plan.value.degrees, recipe.value.batch.sequences
-    if sequences % degrees.data:
+    if sequences % degrees.dp:
         yield recipe.problem(
             "batch.sequences",
             f"is {sequences}, but must be a multiple of `replicate` × `shard` "
-            f"({degrees.replicate} × {degrees.shard} = {degrees.data})",
-            f"sequences = {closest_multiple(sequences, degrees.data * plan.value.microbatches)}",
+            f"({degrees.replicate} × {degrees.shard} = {degrees.dp})",
+            f"sequences = {closest_multiple(sequences, degrees.dp * plan.value.microbatches)}",
         )
 
 
-def microbatches_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """A rank takes its sequences in equal pieces."""
+def microbatches_divide(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """A rank splits its sequences into equal microbatches."""
     held, pieces = _held(recipe, plan), plan.value.microbatches
     if held and held % pieces:
-        valid = closest_divisor(pieces, held, also=lambda number: not _wanted(plan.value, number))
+        valid = closest_divisor(pieces, held, also=lambda number: not _needed(plan.value, number))
         number = valid or closest_divisor(pieces, held)
         yield plan.problem(
             "microbatches",
@@ -36,25 +36,25 @@ def microbatches_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterato
         )
 
 
-def microbatches_fill_the_pipeline(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """A schedule needs enough microbatches, and the looped ones whole rounds of them."""
+def microbatches_fill_the_pipeline(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """A schedule needs enough microbatches, and the looped ones full rounds of them."""
     pieces = plan.value.microbatches
-    if wanted := _wanted(plan.value, pieces):
+    if needed := _needed(plan.value, pieces):
         yield plan.problem(
             "microbatches",
-            f'is {pieces}, but the schedule "{plan.value.pipeline.schedule}" wants {wanted}',
+            f'is {pieces}, but the schedule "{plan.value.pipeline.schedule}" needs {needed}',
             _enough(recipe, plan),
         )
 
 
-def _held(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> int:
-    """Sequences of one rank; 0 where they do not divide, of which `sequences_divide` speaks."""
-    held, rest = divmod(recipe.value.batch.sequences, plan.value.degrees.data)
+def _held(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> int:
+    """Sequences of one rank; 0 if they do not divide, which `sequences_divide` reports."""
+    held, rest = divmod(recipe.value.batch.sequences, plan.value.degrees.dp)
     return 0 if rest else held
 
 
-def _wanted(plan: Plan, pieces: int) -> str:
-    """What the schedule wants of the number of microbatches, if `pieces` is not it."""
+def _needed(plan: Plan, pieces: int) -> str:
+    """What the schedule needs of the number of microbatches, if `pieces` does not satisfy it."""
     pp, schedule = plan.degrees.pp, plan.pipeline.schedule
     if pp == 1:
         return ""
@@ -65,14 +65,14 @@ def _wanted(plan: Plan, pieces: int) -> str:
     return "" if pieces >= pp else f"at least `pp` ({pp})"
 
 
-def _enough(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> str:
+def _enough(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> str:
     """The nearest number that fills the pipeline and divides a rank's sequences, or the batch that would allow one."""
     held, pieces, pp = _held(recipe, plan), plan.value.microbatches, plan.value.degrees.pp
-    valid = closest_divisor(pieces, held, also=lambda n: not _wanted(plan.value, n)) if held else None
+    valid = closest_divisor(pieces, held, also=lambda n: not _needed(plan.value, n)) if held else None
     if valid:
         return f"microbatches = {valid}"
-    number = closest(pieces, [n for n in range(1, 2 * pp + pieces + 1) if not _wanted(plan.value, n)])
-    return f"microbatches = {number}, with `batch.sequences` a multiple of {(number or pp) * plan.value.degrees.data}"
+    number = closest(pieces, [n for n in range(1, 2 * pp + pieces + 1) if not _needed(plan.value, n)])
+    return f"microbatches = {number}, with `batch.sequences` a multiple of {(number or pp) * plan.value.degrees.dp}"
 
 
 BATCH_RULES: tuple[LayoutRule, ...] = (sequences_divide, microbatches_divide, microbatches_fill_the_pipeline)

@@ -4,20 +4,27 @@ from collections.abc import Callable, Iterator
 from math import gcd, prod
 
 from danlu.spec.cluster import Cluster
-from danlu.spec.load import Sourced
-from danlu.spec.numbers import closest_divisor, closest_multiple
-from danlu.spec.placing import UnplaceableError, bands, dense_factors, folded, nodes_used, ranks_per_node
+from danlu.spec.divisors import closest_divisor, closest_multiple
+from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import DENSE_AXES, Plan
-from danlu.spec.problem import Problem, nearest
+from danlu.spec.problem import Problem, suggest_name
+from danlu.spec.rank_placement import (
+    PlacementError,
+    foldable_ranks,
+    nodes_used,
+    place_dense_axes,
+    placement_levels,
+    ranks_per_node,
+)
 from danlu.spec.recipe import ComputeDtype, Recipe
 
-PlanRule = Callable[[Sourced[Plan]], Iterator[Problem]]
-NetworkRule = Callable[[Sourced[Plan], Sourced[Cluster]], Iterator[Problem]]
-ChipRule = Callable[[Sourced[Recipe], Sourced[Cluster]], Iterator[Problem]]
+PlanRule = Callable[[ParsedSpec[Plan]], Iterator[Problem]]
+NetworkRule = Callable[[ParsedSpec[Plan], ParsedSpec[Cluster]], Iterator[Problem]]
+ChipRule = Callable[[ParsedSpec[Recipe], ParsedSpec[Cluster]], Iterator[Problem]]
 
 
-def mapping_needs_cluster(plan: Sourced[Plan]) -> Iterator[Problem]:
-    """A mapping names levels of a network; without a cluster there are none."""
+def mapping_needs_cluster(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """A mapping names levels of a network, which only a cluster defines."""
     if plan.value.mapping:
         axes = ", ".join(plan.value.mapping)
         yield plan.problem(
@@ -25,8 +32,8 @@ def mapping_needs_cluster(plan: Sourced[Plan]) -> Iterator[Problem]:
         )
 
 
-def world_fits(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
-    """There are chips enough for the ranks."""
+def world_fits(plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
+    """The cluster has enough chips for the ranks."""
     degrees, chips = plan.value.degrees, cluster.value.chips
     if degrees.world > chips:
         product = " × ".join(f"{axis} {getattr(degrees, axis)}" for axis in DENSE_AXES if getattr(degrees, axis) > 1)
@@ -37,8 +44,8 @@ def world_fits(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Probl
         )
 
 
-def nodes_suffice(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
-    """Every node holds the same number of ranks, and there are nodes enough for that."""
+def enough_nodes(plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
+    """Every node holds the same number of ranks, and there are enough nodes for that."""
     world, chips, per_node = plan.value.degrees.world, cluster.value.chips, cluster.value.chips_per_node
     nodes, each = nodes_used(world, cluster.value), ranks_per_node(world, cluster.value)
     if world <= chips and nodes > chips // per_node:
@@ -50,7 +57,7 @@ def nodes_suffice(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Pr
         )
 
 
-def levels_exist(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
+def levels_exist(plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
     """A mapping names levels the cluster has."""
     names = [level.name for level in cluster.value.levels]
     for axis, factors in plan.value.mapping.items():
@@ -59,11 +66,11 @@ def levels_exist(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Pro
                 yield plan.problem(
                     f"mapping.{axis}.{name}",
                     f'is not a level of "{cluster.value.name}", which has {", ".join(names)}',
-                    nearest(name, names),
+                    suggest_name(name, names),
                 )
 
 
-def factors_make_the_degree(plan: Sourced[Plan]) -> Iterator[Problem]:
+def factors_make_the_degree(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
     """The factors of an axis multiply to its degree."""
     for axis, factors in plan.value.mapping.items():
         degree, product = getattr(plan.value.degrees, axis), prod(factors.values())
@@ -77,18 +84,18 @@ def factors_make_the_degree(plan: Sourced[Plan]) -> Iterator[Problem]:
 
 
 def _other_factor(factors: dict[str, int], degree: int) -> str:
-    """The change of the outermost factor that mends a product, if there is one."""
+    """The outermost factor that gives the right product, if there is one."""
     *inner, last = factors or [""]
     rest = prod(factors[name] for name in inner)
     return f"{last} = {degree // rest}" if last and degree % rest == 0 else ""
 
 
-def factors_fit_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
+def factors_fit_levels(plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
     """Together the dense axes on one level divide the ranks there."""
     try:
-        levels = bands(plan.value, cluster.value)
-    except UnplaceableError:
-        return  # `world_fits` or `nodes_suffice` speaks of it
+        levels = placement_levels(plan.value, cluster.value)
+    except PlacementError:
+        return  # `world_fits` or `enough_nodes` reports it
     for level in levels:
         placed = {axis: plan.value.mapping.get(axis, {}).get(level.name, 1) for axis in DENSE_AXES}
         product = prod(placed.values())
@@ -105,15 +112,18 @@ def factors_fit_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterat
             )
 
 
-def experts_fit_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterator[Problem]:
-    """`ep` folds ranks of `shard`, `cp` and `tp`, so that it finds only theirs on a level."""
+def experts_fit_levels(plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
+    """`ep` folds the ranks of `shard`, `cp` and `tp`, so it is limited to theirs on a level."""
     wanted = plan.value.mapping.get("ep")
     if not wanted or prod(wanted.values()) != plan.value.degrees.ep:
-        return  # `factors_make_the_degree` speaks of a wrong product
+        return  # `factors_make_the_degree` reports a wrong product
     try:
-        levels, room = bands(plan.value, cluster.value), folded(dense_factors(plan.value, cluster.value))
-    except UnplaceableError:
-        return  # another rule speaks of it
+        levels, room = (
+            placement_levels(plan.value, cluster.value),
+            foldable_ranks(place_dense_axes(plan.value, cluster.value)),
+        )
+    except PlacementError:
+        return  # another rule reports it
     for level, ranks in zip(levels, room, strict=True):
         factor = wanted.get(level.name, 1)
         if ranks % factor:
@@ -124,12 +134,12 @@ def experts_fit_levels(plan: Sourced[Plan], cluster: Sourced[Cluster]) -> Iterat
             )
 
 
-def chip_has_the_precision(recipe: Sourced[Recipe], cluster: Sourced[Cluster]) -> Iterator[Problem]:
-    """Without a peak for a precision nothing can be said about speed."""
+def chip_has_the_precision(recipe: ParsedSpec[Recipe], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
+    """Without a peak for a precision the speed cannot be predicted."""
     peak, precision = cluster.value.chip.peak, recipe.value.precision
     used: dict[ComputeDtype, None] = dict.fromkeys([precision.compute, *(group.compute for group in precision.layers)])
     for dtype in used:
-        if dtype not in peak and dtype != "fp16":  # fp16 is refused by itself
+        if dtype not in peak and dtype != "fp16":  # fp16 is rejected by another rule
             known = ", ".join(f'"{name}"' for name in peak)
             yield cluster.problem(
                 "chip.peak",
@@ -140,10 +150,10 @@ def chip_has_the_precision(recipe: Sourced[Recipe], cluster: Sourced[Cluster]) -
 
 NETWORK_RULES: tuple[NetworkRule, ...] = (
     world_fits,
-    nodes_suffice,
+    enough_nodes,
     levels_exist,
     factors_fit_levels,
     experts_fit_levels,
 )
-PLACE_RULES: tuple[PlanRule, ...] = (factors_make_the_degree,)
+MAPPING_RULES: tuple[PlanRule, ...] = (factors_make_the_degree,)
 CHIP_RULES: tuple[ChipRule, ...] = (chip_has_the_precision,)

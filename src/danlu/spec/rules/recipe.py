@@ -3,22 +3,22 @@
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
-from danlu.spec.load import Sourced
+from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
-from danlu.spec.problem import Problem, nearest
+from danlu.spec.problem import Problem, suggest_name
 from danlu.spec.recipe import Recipe
 
-RecipeRule = Callable[[Sourced[Recipe]], Iterator[Problem]]
+RecipeRule = Callable[[ParsedSpec[Recipe]], Iterator[Problem]]
 
 
-def precision_names(model: Model) -> list[str]:
+def precision_module_names(model: Model) -> list[str]:
     """Names of the modules that a pattern under `precision.layers` may match; a tied head is its embedding."""
     blocks = [f"blocks.{layer}" for layer in range(model.layers)]
     experts = [f"blocks.{layer}.mlp.experts" for layer in range(model.layers) if model.is_moe_layer(layer)]
     return ["embed", *blocks, *experts, *([] if model.tied else ["head"])]
 
 
-def positions_reach(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+def positions_cover_length(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """A learned position table has a row for every position of a sequence."""
     model, length = recipe.value.decoder, recipe.value.batch.length
     if model.position == "learned" and length > model.sequence:
@@ -29,7 +29,7 @@ def positions_reach(recipe: Sourced[Recipe]) -> Iterator[Problem]:
         )
 
 
-def warmup_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+def warmup_fits(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Warm-up ends within the run."""
     warmup, steps = recipe.value.schedule.warmup, recipe.value.steps
     if warmup > steps:
@@ -40,18 +40,18 @@ def warmup_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
         )
 
 
-def decay_is_read(recipe: Sourced[Recipe]) -> Iterator[Problem]:
-    """Steps of decay mean something to `wsd` alone."""
+def decay_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """`schedule.decay` is used by `wsd` only."""
     schedule = recipe.value.schedule
     if schedule.decay is not None and schedule.kind != "wsd":
         yield recipe.problem(
             "schedule.decay",
-            f'is {schedule.decay}, but a schedule of kind "{schedule.kind}" has none of its own and would ignore it',
+            f'is {schedule.decay}, but a schedule of kind "{schedule.kind}" ignores it',
             'remove it, or set `kind = "wsd"`',
         )
 
 
-def decay_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+def decay_fits(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Warm-up and decay do not overlap."""
     schedule, steps = recipe.value.schedule, recipe.value.steps
     if schedule.kind != "wsd" or schedule.decay is None or schedule.warmup > steps:
@@ -64,9 +64,9 @@ def decay_fits(recipe: Sourced[Recipe]) -> Iterator[Problem]:
         )
 
 
-def patterns_match(recipe: Sourced[Recipe]) -> Iterator[Problem]:
+def patterns_match(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Every pattern of `precision.layers` matches a module."""
-    names = precision_names(recipe.value.decoder)
+    names = precision_module_names(recipe.value.decoder)
     for index, group in enumerate(recipe.value.precision.layers):
         if not any(fnmatchcase(name, group.match) for name in names):
             yield recipe.problem(
@@ -77,15 +77,15 @@ def patterns_match(recipe: Sourced[Recipe]) -> Iterator[Problem]:
 
 
 def _other_pattern(pattern: str, model: Model) -> str:
-    names, last = precision_names(model), model.layers - 1
+    names, last = precision_module_names(model), model.layers - 1
     if "experts" in pattern and not any("experts" in name for name in names):
         return f'the model "{model.name}" has no expert layers'
-    hint = nearest(pattern, names)
+    hint = suggest_name(pattern, names)
     return f"{hint} (blocks go from 0 to {last})" if hint else f"modules: embed, blocks.0 to blocks.{last}, head"
 
 
-def no_half_without_scaling(recipe: Sourced[Recipe]) -> Iterator[Problem]:
-    """fp16 wants a scaled loss, which there is not."""
+def no_fp16_without_loss_scaling(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """fp16 needs loss scaling, which is not supported."""
     precision = recipe.value.precision
     settings = [("precision.compute", precision.compute), ("precision.reduce", precision.reduce)]
     for index, group in enumerate(precision.layers):
@@ -95,10 +95,10 @@ def no_half_without_scaling(recipe: Sourced[Recipe]) -> Iterator[Problem]:
         if dtype == "fp16":
             yield recipe.problem(
                 key,
-                'is "fp16", but the loss is not scaled, so that small gradients would become 0 in fp16',
+                'is "fp16", but the loss is not scaled, so small gradients would become 0 in fp16',
                 f'{key.rpartition(".")[2]} = "bf16", which has the range of fp32',
             )
 
 
-SETTING_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_read, decay_fits, no_half_without_scaling)
-DESCRIBED_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_reach, patterns_match)
+SETTING_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_used, decay_fits, no_fp16_without_loss_scaling)
+DECODER_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)

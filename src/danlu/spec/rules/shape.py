@@ -3,28 +3,28 @@
 from collections.abc import Callable, Iterator
 from math import gcd
 
-from danlu.spec.load import Sourced
+from danlu.spec.divisors import closest_divisor, closest_multiple
+from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
-from danlu.spec.numbers import closest_divisor, closest_multiple
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem
 from danlu.spec.recipe import Recipe
 
-LayoutRule = Callable[[Sourced[Recipe], Sourced[Plan]], Iterator[Problem]]
+LayoutRule = Callable[[ParsedSpec[Recipe], ParsedSpec[Plan]], Iterator[Problem]]
 
 
 def _tensor_widths(model: Model) -> dict[str, int]:
-    """What tensor parallelism cuts, beside the vocabulary: heads, and the networks every token passes."""
-    widths = {"model.kv_heads" if model.kv_heads else "model.heads": model.key_value_heads}
+    """What tensor parallelism shards beside the vocabulary: heads, and feed-forward networks that all tokens use."""
+    widths = {"model.kv_heads" if model.kv_heads else "model.heads": model.num_kv_heads}
     if not model.is_moe_layer(0):
-        widths["model.mlp_width"] = model.mlp
+        widths["model.mlp_width"] = model.mlp_dim
     if model.moe and model.moe.shared and model.is_moe_layer(model.layers - 1):
         widths["model.moe.shared × model.moe.width"] = model.moe.shared * model.moe.width
     return widths
 
 
-def widths_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """Heads and feed-forward widths divide over `tp`; routed experts are not cut."""
+def widths_divide(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Heads and feed-forward widths divide over `tp`; routed experts are not sharded."""
     tp, widths = plan.value.degrees.tp, _tensor_widths(recipe.value.decoder)
     wrong = [f"`{name}` ({width})" for name, width in widths.items() if width % tp]
     if wrong:
@@ -32,11 +32,11 @@ def widths_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Prob
         yield plan.problem("degrees.tp", f"is {tp}, but must divide {' and '.join(wrong)}", f"tp = {valid}")
 
 
-def vocabulary_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """The embedding and the head are cut by rows of the vocabulary."""
+def vocabulary_divides(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """The embedding and the head are sharded by rows of the vocabulary."""
     tp, vocabulary = plan.value.degrees.tp, recipe.value.decoder.vocabulary
     if vocabulary % tp:
-        padded = -(-vocabulary // tp) * tp  # never fewer: the tokeniser's last tokens would have no row
+        padded = -(-vocabulary // tp) * tp  # never fewer: the tokenizer's last tokens would have no row
         yield recipe.problem(
             "model.vocabulary",
             f"is {vocabulary}, but must be a multiple of `degrees.tp` ({tp})",
@@ -44,8 +44,8 @@ def vocabulary_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator
         )
 
 
-def length_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """Ranks of `cp` share a sequence, and those of `tp` share it once more between the matrices."""
+def length_divides(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """`cp` shards a sequence, and sequence parallelism shards it further over `tp`."""
     degrees, length = plan.value.degrees, recipe.value.batch.length
     parts = degrees.cp * degrees.tp
     if length % parts:
@@ -57,16 +57,16 @@ def length_divides(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Pro
 
 
 def _exchangeable(heads: int, kv_heads: int, cp: int) -> bool:
-    """Whether `cp` ranks can exchange heads against positions; too few key-value heads are repeated."""
+    """Whether `cp` ranks can exchange heads for positions; too few key-value heads are repeated."""
     return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
 
 
-def heads_exchange(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """Attention under context parallelism exchanges heads against positions."""
+def cp_divides_heads(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Context parallelism exchanges heads for positions."""
     model, cp, tp = recipe.value.decoder, plan.value.degrees.cp, plan.value.degrees.tp
-    if model.key_value_heads % tp:
-        return  # `widths_divide` speaks of it
-    heads, kv_heads = model.heads // tp, model.key_value_heads // tp
+    if model.num_kv_heads % tp:
+        return  # `widths_divide` reports it
+    heads, kv_heads = model.heads // tp, model.num_kv_heads // tp
     if not _exchangeable(heads, kv_heads, cp):
         valid = closest_divisor(cp, heads, also=lambda ranks: _exchangeable(heads, kv_heads, ranks))
         yield plan.problem(
@@ -77,7 +77,7 @@ def heads_exchange(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Pro
         )
 
 
-def experts_exist(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
+def experts_exist(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
     """Expert parallelism needs experts."""
     ep = plan.value.degrees.ep
     if ep > 1 and not _has_experts(recipe.value.decoder):
@@ -88,8 +88,8 @@ def experts_exist(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Prob
         )
 
 
-def experts_divide(recipe: Sourced[Recipe], plan: Sourced[Plan]) -> Iterator[Problem]:
-    """Every rank of `ep` holds as many experts, and `ep` folds the ranks of `shard` × `cp` × `tp`."""
+def experts_divide(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Every rank of `ep` holds the same number of experts, and `ep` folds the ranks of `shard` × `cp` × `tp`."""
     degrees, model = plan.value.degrees, recipe.value.decoder
     if model.moe is None or not _has_experts(model):
         return
@@ -110,7 +110,7 @@ SHAPE_RULES: tuple[LayoutRule, ...] = (
     widths_divide,
     vocabulary_divides,
     length_divides,
-    heads_exchange,
+    cp_divides_heads,
     experts_exist,
     experts_divide,
 )

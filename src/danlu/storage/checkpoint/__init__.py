@@ -1,4 +1,4 @@
 """Checkpoints: tensors under global names in hashed chunks, whatever layout wrote them or reads them.
 
-`Checkpoints` in `checkpoints.py` is the door for a training run; `Reader` in `reader.py` needs no torch.
+`CheckpointEngine` in `engine.py` is the entry point of a run; `CheckpointReader` in `reader.py` needs no torch.
 """

@@ -1,36 +1,36 @@
-"""Make a save count: leaves, then nodes over them, then the manifest; each durable before the next is begun.
+"""Commit a save: leaves, then nodes over them, then the manifest; each durable before the next is written.
 
-Ranks meet in the store alone: the first of every 64 writers waits for the leaves of the others, and the first rank of
-all creates the manifest. Nobody waits for everybody, and no collective of the training is touched.
+Ranks communicate only through the store: the first of every 64 writers waits for the leaves of the others, and rank 0
+creates the manifest. No rank waits for all others, and no collective is used.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from danlu.storage.checkpoint.hash_tree import build_tree
 from danlu.storage.checkpoint.manifest import (
     FANOUT,
-    LARGEST_TEXT,
-    MANIFEST,
+    MANIFEST_FILE,
+    MAX_METADATA_BYTES,
     Leaf,
     Manifest,
-    Node,
-    parse,
-    sealed,
-    text_of,
-    twin_of,
+    TreeNode,
+    parse_metadata,
+    replica_path,
+    to_json_bytes,
+    to_sealed_json,
 )
-from danlu.storage.checkpoint.tree import roof
-from danlu.storage.store import Store
+from danlu.storage.store.base import Store
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.25
 
 
-class SaveFailed(RuntimeError):  # noqa: N818 - it is what happened
-    """A checkpoint did not come about; the message says why. The ones before it are as they were."""
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint was not committed; the message says why. Earlier ones are not affected."""
 
 
-def folder_of(step: int) -> str:
+def step_folder(step: int) -> str:
     """Name of a step's folder."""
     return f"step-{step:08d}"
 
@@ -45,7 +45,7 @@ def leaf_name(attempt: str, writer: int) -> str:
     return f"{attempt}-{writer:06d}.json"
 
 
-def levels(writers: int) -> int:
+def tree_levels(writers: int) -> int:
     """Levels of the tree over this many leaves, the manifest included."""
     count, level = writers, 1
     while count > FANOUT:
@@ -58,22 +58,25 @@ def commit(
     leaf: Leaf,
     writers: int,
     root: Mapping[str, Any],
-    patience: float,
+    timeout: float,
     stop: Callable[[], bool] = lambda: False,
     *,
-    twins: bool = False,
+    replicas: bool = False,
 ) -> bytes | None:
-    """Write a leaf, do this writer's part of the tree, and return the manifest's text from the writer that creates it.
+    """Write a leaf and this writer's part of the tree; the writer that creates the manifest returns its bytes.
 
-    `root` is what the manifest has beside a node. A writer that is missing for `patience` seconds fails the save. With
-    `twins` leaves and nodes are written twice; the manifest's twin is for its creator to write, once it counts.
+    `root` has the fields of the manifest that a node has not. A writer that is missing for `timeout` seconds fails the
+    save. With `replicas`, leaves and nodes are written twice; the creator of the manifest writes its replica after the
+    commit.
     """
-    folder, writer, attempt = folder_of(leaf.step), leaf.writer, leaf.attempt
-    text = text_of(leaf)
-    if len(text) > LARGEST_TEXT:
-        raise SaveFailed(f"the leaf of writer {writer} must be at most {LARGEST_TEXT} bytes, but has {len(text)}")
-    _put(store, f"{folder}/{leaf_name(attempt, writer)}", text, twins)
-    top = levels(writers)
+    folder, writer, attempt = step_folder(leaf.step), leaf.writer, leaf.attempt
+    text = to_json_bytes(leaf)
+    if len(text) > MAX_METADATA_BYTES:
+        raise CheckpointSaveError(
+            f"the leaf of writer {writer} must be at most {MAX_METADATA_BYTES} bytes, but has {len(text)}"
+        )
+    _write_metadata(store, f"{folder}/{leaf_name(attempt, writer)}", text, replicas)
+    top = tree_levels(writers)
     for level in range(1, top + 1):
         span = FANOUT**level
         if writer % span:
@@ -81,29 +84,31 @@ def commit(
         below = FANOUT ** (level - 1)
         numbers = range(writer // below, -(-min(writer + span, writers) // below))
         names = [leaf_name(attempt, n) if level == 1 else _node_name(attempt, level - 1, n) for n in numbers]
-        kind = Leaf if level == 1 else Node
-        children = [(name, *_await(store, f"{folder}/{name}", kind, patience, stop)) for name in names]
-        node = roof(level, children)
+        kind = Leaf if level == 1 else TreeNode
+        children = [(name, *_wait_for_file(store, f"{folder}/{name}", kind, timeout, stop)) for name in names]
+        node = build_tree(level, children)
         if level < top:
-            _put(store, f"{folder}/{_node_name(attempt, level, writer // span)}", text_of(node), twins)
+            _write_metadata(
+                store, f"{folder}/{_node_name(attempt, level, writer // span)}", to_json_bytes(node), replicas
+            )
     fields = node.model_dump() | {"kind": "danlu checkpoint", **root}
-    manifest = sealed(Manifest, fields)
-    store.create(f"{folder}/{MANIFEST}", manifest)
+    manifest = to_sealed_json(Manifest, fields)
+    store.create(f"{folder}/{MANIFEST_FILE}", manifest)
     return manifest
 
 
-def _put(store: Store, path: str, text: bytes, twins: bool) -> None:
-    if twins:
-        store.write(twin_of(path), [text])
+def _write_metadata(store: Store, path: str, text: bytes, replicas: bool) -> None:
+    if replicas:
+        store.write(replica_path(path), [text])
     store.write(path, [text])
 
 
-def await_leaf(
-    store: Store, step: int, attempt: str, writer: int, patience: float, stop: Callable[[], bool] = lambda: False
+def wait_for_leaf(
+    store: Store, step: int, attempt: str, writer: int, timeout: float, stop: Callable[[], bool] = lambda: False
 ) -> Leaf:
-    """What another writer wrote, once it has."""
-    path = f"{folder_of(step)}/{leaf_name(attempt, writer)}"
-    _, leaf = _await(store, path, Leaf, patience, stop)
+    """Wait for the leaf of another writer."""
+    path = f"{step_folder(step)}/{leaf_name(attempt, writer)}"
+    _, leaf = _wait_for_file(store, path, Leaf, timeout, stop)
     assert isinstance(leaf, Leaf)
     return leaf
 
@@ -112,25 +117,25 @@ def _node_name(attempt: str, level: int, number: int) -> str:
     return f"{attempt}-n{level}-{number:06d}.json"
 
 
-def _await(
-    store: Store, path: str, kind: type[Leaf] | type[Node], patience: float, stop: Callable[[], bool]
-) -> tuple[bytes, Leaf | Node]:
-    """A file that another writer is about to write."""
+def _wait_for_file(
+    store: Store, path: str, kind: type[Leaf] | type[TreeNode], timeout: float, stop: Callable[[], bool]
+) -> tuple[bytes, Leaf | TreeNode]:
+    """Wait for a file of another writer."""
     began = time.monotonic()
-    deadline = began + patience
+    deadline = began + timeout
     while True:
         try:
             text = store.read(path)
-            return text, parse(kind, text, f"{store.name}/{path}")
+            return text, parse_metadata(kind, text, f"{store.name}/{path}")
         except FileNotFoundError:
             if stop():
-                raise SaveFailed(
-                    f"{store.name}/{path} will not come: its rank could not write it, and says why"
+                raise CheckpointSaveError(
+                    f"{store.name}/{path} was not written: its rank failed; see that rank's log"
                 ) from None
             if time.monotonic() > deadline:
-                raise SaveFailed(
-                    f"{store.name}/{path} must come from another rank within {patience:g} s, but did not; "
+                raise CheckpointSaveError(
+                    f"{store.name}/{path} was not written by another rank within {timeout:g} s; "
                     "that rank has failed, or its store is slow"
                 ) from None
-        # A twentieth of what was waited already: neither a store that is asked all the time, nor a save that idles.
+        # A twentieth of the time waited so far: neither polls the store all the time, nor delays the save.
         time.sleep(min(max(_FIRST_WAIT, (time.monotonic() - began) / 20), _LONGEST_WAIT))

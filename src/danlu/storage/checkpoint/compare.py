@@ -1,4 +1,4 @@
-"""Hold two checkpoints against each other: by fingerprints without reading data, or element by element. No torch."""
+"""Compare two checkpoints: by fingerprints without reading data, or element by element. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from danlu.storage.checkpoint.boxes import volume
+from danlu.storage.checkpoint.boxes import numel
 from danlu.storage.checkpoint.fingerprint import as_bits
-from danlu.storage.checkpoint.manifest import ITEMSIZE, Dtype, Manifest
-from danlu.storage.checkpoint.reader import Reader, Stored
-from danlu.storage.checkpoint.tree import same
-from danlu.storage.hashing import crc32c
+from danlu.storage.checkpoint.hash_tree import same_dtype_and_shape
+from danlu.storage.checkpoint.manifest import ITEMSIZE, Manifest, SafetensorsDtype
+from danlu.storage.checkpoint.reader import CheckpointReader, StoredChunk
+from danlu.storage.store.checksum import crc32c
 
-Bits = NDArray[np.unsignedinteger]
-_NUMBERS: dict[Dtype, type] = {
+UIntArray = NDArray[np.unsignedinteger]
+_NUMPY_DTYPES: dict[SafetensorsDtype, type] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.uint8,
@@ -22,33 +22,35 @@ _NUMBERS: dict[Dtype, type] = {
 
 
 @dataclass
-class Difference:
-    """What two checkpoints do not share, told by names, shapes and fingerprints."""
+class CheckpointDiff:
+    """Differences of two checkpoints by names, shapes and fingerprints."""
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
-    """In both, but with another shape or dtype."""
+    """In both, but with different shape or dtype."""
     different: list[str] = field(default_factory=list)
-    """Same shape and dtype, other content."""
+    """Same shape and dtype, different content."""
     equal: list[str] = field(default_factory=list)
 
     @property
-    def none(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether both hold the same tensors with the same bits."""
         return not (self.only_first or self.only_second or self.reshaped or self.different)
 
 
-def differ(first: Manifest, second: Manifest, wanted: Callable[[str], bool] = lambda name: True) -> Difference:
-    """Compare without reading data: fingerprints do not depend on the layouts that wrote."""
-    found = Difference()
+def compare_manifests(
+    first: Manifest, second: Manifest, wanted: Callable[[str], bool] = lambda name: True
+) -> CheckpointDiff:
+    """Compare without reading data: fingerprints do not depend on the layouts that wrote them."""
+    found = CheckpointDiff()
     for name in sorted(filter(wanted, first.tensors.keys() | second.tensors.keys())):
         a, b = first.tensors.get(name), second.tensors.get(name)
         if b is None:
             found.only_first.append(name)
         elif a is None:
             found.only_second.append(name)
-        elif not same(a, b):
+        elif not same_dtype_and_shape(a, b):
             found.reshaped.append(name)
         elif a.fingerprint == b.fingerprint:
             found.equal.append(name)
@@ -58,8 +60,8 @@ def differ(first: Manifest, second: Manifest, wanted: Callable[[str], bool] = la
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far two tensors of one shape and dtype are apart."""
+class TensorDiff:
+    """Differences of two tensors of the same shape and dtype."""
 
     elements: int
     differing: int
@@ -72,58 +74,60 @@ class Apart:
     """Differing elements that are infinite or not a number in either."""
 
 
-def apart(first: Reader, second: Reader, name: str, on_bytes: Callable[[int], None] = lambda done: None) -> Apart:
-    """Read a tensor from both, every chunk checked, and compare its elements."""
+def compare_tensor(
+    first: CheckpointReader, second: CheckpointReader, name: str, on_bytes: Callable[[int], None] = lambda done: None
+) -> TensorDiff:
+    """Read a tensor from both, with every chunk verified, and compare its elements."""
     a, b = read_bits(first, name, on_bytes), read_bits(second, name, on_bytes)
     dtype = first.manifest.tensors[name].dtype
     where = np.flatnonzero(a.reshape(-1) != b.reshape(-1))
     if not where.size:
-        return Apart(a.size, 0, None, 0.0, 0)
-    largest, not_finite = _largest(a.reshape(-1)[where], b.reshape(-1)[where], dtype)
+        return TensorDiff(a.size, 0, None, 0.0, 0)
+    largest, not_finite = _max_abs_diff(a.reshape(-1)[where], b.reshape(-1)[where], dtype)
     index = tuple(int(i) for i in np.unravel_index(where[0], a.shape)) if a.ndim else ()
-    return Apart(a.size, int(where.size), index, largest, not_finite)
+    return TensorDiff(a.size, int(where.size), index, largest, not_finite)
 
 
-def read_bits(reader: Reader, name: str, on_bytes: Callable[[int], None] = lambda done: None) -> Bits:
-    """A whole tensor as the unsigned integers of its elements; every chunk is checked."""
+def read_bits(reader: CheckpointReader, name: str, on_bytes: Callable[[int], None] = lambda done: None) -> UIntArray:
+    """A full tensor as the unsigned integers of its elements; every chunk is verified."""
     tensor = reader.manifest.tensors[name]
     itemsize = ITEMSIZE[tensor.dtype]
-    whole = as_bits(memoryview(bytearray(volume(tensor.shape) * itemsize)), itemsize, tensor.shape)
+    bits = as_bits(memoryview(bytearray(numel(tensor.shape) * itemsize)), itemsize, tensor.shape)
 
-    def take(stored: Stored, content: memoryview) -> int:
+    def consume(stored: StoredChunk, content: memoryview) -> int:
         chunk = stored.chunk
         window = tuple(slice(start, start + count) for start, count in zip(*chunk.box, strict=True))
-        whole[window] = as_bits(content, itemsize, chunk.size)
+        bits[window] = as_bits(content, itemsize, chunk.size)
         return crc32c(content)
 
-    everything = ((0,) * len(tensor.shape), tensor.shape)
-    reader.fetch(reader.find({name: [everything]}), take, on_bytes)
-    return whole
+    full_box = ((0,) * len(tensor.shape), tensor.shape)
+    reader.read_chunks(reader.find_chunks({name: [full_box]}), consume, on_bytes)
+    return bits
 
 
-def numbers(bits: Bits, dtype: Dtype) -> NDArray[np.generic]:
-    """Elements as numbers that numpy knows; bf16 and the 8-bit floats are decoded by hand."""
+def decode_numbers(bits: UIntArray, dtype: SafetensorsDtype) -> NDArray[np.generic]:
+    """Elements as numpy numbers; bf16 and the 8-bit floats are decoded by hand."""
     if dtype == "BF16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "F8_E5M2":  # the upper half of an fp16
         return (bits.astype(np.uint16) << np.uint16(8)).view(np.float16)
     if dtype == "F8_E4M3":
-        return _e4m3()[bits]
-    return bits.view(_NUMBERS[dtype])
+        return _e4m3_table()[bits]
+    return bits.view(_NUMPY_DTYPES[dtype])
 
 
-def _largest(a: Bits, b: Bits, dtype: Dtype) -> tuple[float, int]:
+def _max_abs_diff(a: UIntArray, b: UIntArray, dtype: SafetensorsDtype) -> tuple[float, int]:
     if dtype not in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"):
-        x, y = numbers(a, dtype), numbers(b, dtype)
-        apart = np.maximum(x, y).view(a.dtype) - np.minimum(x, y).view(a.dtype)  # unsigned: it cannot overflow
-        return float(apart.max()), 0
-    x, y = numbers(a, dtype).astype(np.float64), numbers(b, dtype).astype(np.float64)
+        x, y = decode_numbers(a, dtype), decode_numbers(b, dtype)
+        distance = np.maximum(x, y).view(a.dtype) - np.minimum(x, y).view(a.dtype)  # unsigned: it cannot overflow
+        return float(distance.max()), 0
+    x, y = decode_numbers(a, dtype).astype(np.float64), decode_numbers(b, dtype).astype(np.float64)
     finite = np.isfinite(x) & np.isfinite(y)
     largest = float(np.abs(x[finite] - y[finite]).max()) if finite.any() else 0.0
     return largest, int((~finite).sum())
 
 
-def _e4m3() -> NDArray[np.float32]:
+def _e4m3_table() -> NDArray[np.float32]:
     """Every value of an 8-bit float with four bits of exponent (bias 7), three of mantissa and no infinity."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7

@@ -1,0 +1,179 @@
+"""Tables and pages that are made from reports, whole: `<!-- made: parity.json layouts -->` … `<!-- /made -->`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Report = dict[str, Any]
+
+
+def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; a column whose name ends in `:` is aligned to the right."""
+    names = columns.split("|")
+    rules = ["--:" if name.endswith(":") else "---" for name in names]
+    lines = [[name.removesuffix(":") for name in names], rules, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" if line is not rules else f"|{'|'.join(line)}|" for line in lines)
+
+
+def percent(share: float, sign: str = "") -> str:
+    """A share of one, to a tenth of a percent."""
+    return f"{100 * share:{sign}.1f} %"
+
+
+def size(count: float) -> str:
+    """Bytes in MB or GB."""
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
+def parity_layouts(report: Report) -> str:
+    """Worst deviations of every layout."""
+    rows = (
+        [name, str(found["ranks"]), *(f"{found[key]:.1e}" for key in ("loss", "norm", "parameters"))]
+        for name, found in report["figures"]["by layout"].items()
+    )
+    return table("layout|ranks:|loss:|norm:|parameters:", rows)
+
+
+def validate_bars(report: Report) -> str:
+    """What is asked of predictions."""
+    rows = []
+    for name, bar in report["figures"]["bars"].items():
+        sign = "≥" if bar["at_least"] else "≤"
+        values = (bar["value"], bar["first_values"], bar["first_columns"])
+        if bar["at_least"]:
+            (measured, first, bare), asked = (f"{value:.2f}" for value in values), f"{sign} {bar['limit']:g}"
+        elif name.startswith("said"):
+            (measured, first, bare), asked = (f"{value:.0f}" for value in values), f"{sign} {bar['limit']:.0f}"
+        else:
+            (measured, first, bare), asked = map(percent, values), f"{sign} {100 * bar['limit']:g} %"
+        rows.append([name, first, bare, measured, asked, "reached" if bar["reached"] else "**missed**"])
+    return table("target|first values:|first columns:|measured:|limit:|", rows)
+
+
+def validate_sets(report: Report) -> str:
+    """How far predictions are off, set by set."""
+    rows = [
+        [
+            f"`{name}`",
+            str(found["runs"]),
+            percent(found["error"]),
+            percent(found["bias"], "+"),
+            str(found["memory_runs"] or ""),
+            percent(found["memory_error"]) if found["memory_runs"] else "",
+            str(found["out_of_memory"] or ""),
+            str(found["false_fits"]) if found["out_of_memory"] else "",
+            str(found["false_refusals"] or ""),
+        ]
+        for name, found in report["figures"]["sets"].items()
+    ]
+    return table("set|runs:|error:|bias:|memory:|error:|OOM:|false fit:|false OOM:", rows)
+
+
+def validate_groups(report: Report) -> str:
+    """How well layouts are put in order."""
+    rows = [
+        [group["name"], str(group["runs"]), f"{group['spearman']:.2f}", percent(group["regret"])]
+        for found in report["figures"]["sets"].values()
+        for group in found["groups"]
+    ]
+    return table("runs that differ only in their layout|runs:|rank correlation:|regret:", rows)
+
+
+def plan_truth_rows(place: str) -> Callable[[Report], str]:
+    """The layouts of one part, fastest first."""
+
+    def made(report: Report) -> str:
+        rows = [row for row in report["figures"]["rows"] if row["place"] == place]
+        return table(
+            "layout|ranks:|predicted:|measured:|fastest to slowest:|error:",
+            (
+                [
+                    f"`{row['layout']}`",
+                    str(row["ranks"]),
+                    f"{row['predicted']:.2f} s",
+                    f"{row['measured']:.2f} s",
+                    f"{row['fastest']:.2f} to {row['slowest']:.2f} s",
+                    percent(row["error"], "+"),
+                ]
+                for row in sorted(rows, key=lambda row: float(row["measured"]))
+            ),
+        )
+
+    return made
+
+
+def plan_scale_searches(report: Report) -> str:
+    """Large searches."""
+    rows = (
+        [row["name"], f"{row['chips']:,}", f"{row['layouts']:,}", f"{row['priced']:,}", f"{row['cpu_seconds']:.1f}"]
+        for row in report["figures"]["large"]
+    )
+    return table("question|chips:|layouts:|priced in full:|seconds:", rows)
+
+
+def dryrun_truth_layouts(report: Report) -> str:
+    """Dry and real, layout by layout."""
+    rows = []
+    for row in report["figures"]["rows"]:
+        same = "yes" if row["same"] else "but sizes of all-to-alls" if row["same_kinds"] else "**no**"
+        apart = row["dry"] - row["real"]
+        difference = "0" if not apart else f"{apart:+} B" if abs(apart) < 1024 else f"{100 * row['difference']:+.2f} %"
+        ratio = f"{row['resident_ratio']:.1f} ×"
+        sizes = [size(row["dry"]), size(row["real"]), difference, f"+{size(row['resident'])}", ratio]
+        rows.append([row["layout"], str(row["ranks"]), f"{row['calls']:,}", same, *sizes])
+    return table("layout|ranks:|collectives:|the same|peak dry:|peak real:|difference:|resident:|of the peak:", rows)
+
+
+_JOBS = {
+    "llama3-70b": ("Llama 3 70B", "pp 4 · replicate 16 · shard 8 · tp 8"),
+    "llama3-405b": ("Llama 3 405B", "pp 16 · replicate 8 · shard 16 · tp 8"),
+    "deepseek": ("DeepSeek-V3-like", "pp 16 · shard 128 · ep 64"),
+    "bagualu": ("BaGuaLu-like, 14.5 T", "shard 96,000 · ep 375"),
+    "growth": ("the same layers a rank", "shard 64 · tp 8, and replicas"),
+}
+
+
+def dryrun_scale_jobs(report: Report) -> str:
+    """What a dry run of published jobs takes."""
+    jobs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for rank in report["figures"]["ranks"]:
+        jobs.setdefault((rank["case"], rank["world"]), []).append(rank)
+    rows = (
+        [
+            _JOBS[case][0],
+            f"{world:,}",
+            _JOBS[case][1],
+            _span([rank["seconds"] for rank in ranks], "{:.0f}"),
+            _span([rank["resident"] / 1e9 for rank in ranks], "{:.2f}") + " GB",
+            _span([rank["peak"] / 1e9 for rank in ranks], "{:.0f}") + " GB",
+        ]
+        for (case, world), ranks in jobs.items()
+    )
+    return table("job|ranks:|layout|seconds a rank:|resident:|peak of the rank:", rows)
+
+
+def _span(values: list[float], form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} – {high}"
+
+
+MADE: dict[str, Callable[[Report], str]] = {
+    "parity.json layouts": parity_layouts,
+    "validate.json bars": validate_bars,
+    "validate.json sets": validate_sets,
+    "validate.json groups": validate_groups,
+    "plan_truth.json machine": plan_truth_rows("machine"),
+    "plan_truth.json supernodes": plan_truth_rows("supernodes"),
+    "plan_scale.json searches": plan_scale_searches,
+    "dryrun_truth.json layouts": dryrun_truth_layouts,
+    "dryrun_scale.json jobs": dryrun_scale_jobs,
+}
+"""What may stand behind `made:`; the first word is the report."""
+
+
+def index(reports: dict[str, Report]) -> str:
+    """All reports with the commands that made them."""
+    rows = (
+        [f"[`{name}`]({name})", f"`{report['command']}`", f"`{report['commit'][:10]}`", report["date"][:10]]
+        for name, report in sorted(reports.items())
+    )
+    return table("report|command|commit|date", rows)

@@ -1,0 +1,104 @@
+"""Shared by `danlu import hf` and `danlu export hf`: the progress bar, the comparison with transformers, the table."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from danlu.cost import count_parameters
+from danlu.report.formatting import count
+from danlu.report.terminal import Console
+from danlu.spec.model import Model
+
+if TYPE_CHECKING:
+    from danlu.framework.transformer import Decoder
+
+Tolerance = Annotated[
+    float | None, typer.Option(min=0.0, help="Largest accepted difference of logits in fp32; default: 1e-4.")
+]
+Compare = Annotated[bool, typer.Option("--compare/--no-compare", help="Compare logits with transformers at the end.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_NOT_COMPARED = "the comparison with transformers was not made"
+
+
+@contextmanager
+def weights_progress() -> Iterator[Callable[[int, int], None]]:
+    """A transient progress bar over the bytes of weights, on standard error."""
+    columns = (TextColumn("weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("weights", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def compare_and_report(
+    figures: dict[str, Any],
+    model: Model,
+    hf: Path,
+    make: "Callable[[], Decoder]",
+    tolerance: float | None,
+    wanted: bool,
+    as_json: bool,
+) -> int:
+    """Compare logits if requested and possible, print the result, and return the exit code."""
+    from danlu.framework.hf_compare import LOGIT_TOLERANCE
+
+    tolerance = LOGIT_TOLERANCE if tolerance is None else tolerance
+    figures |= {"model": model.name, "parameters": count_parameters(model), "tolerance": tolerance}
+    figures |= _comparison(model, hf, make) if wanted else {"compared": False}
+    if not wanted:
+        typer.echo(f"{_NOT_COMPARED}, because of --no-compare", err=True)
+    good = not figures["compared"] or figures["max_difference"] <= tolerance
+    if as_json:
+        typer.echo(json.dumps(figures | {"good": good}, indent=2))
+    else:
+        Console().print(_table(figures))
+    if not good:
+        largest = figures["max_difference"]
+        typer.echo(f"logits must differ by at most {tolerance:g}, but do by {largest:.2e}: do not use it", err=True)
+    return 0 if good else 1
+
+
+def _comparison(model: Model, hf: Path, make: "Callable[[], Decoder]") -> dict[str, Any]:
+    from danlu.framework.hf_compare import compare_logits
+
+    try:
+        import transformers
+    except ImportError:
+        typer.echo(f"{_NOT_COMPARED}, because it is not installed: pip install 'danlu[hf]'", err=True)
+        return {"compared": False}
+    # Of its terminal output only errors are useful here.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found = compare_logits(hf, model, make)
+    return {
+        "compared": True,
+        "transformers": transformers.__version__,
+        "tokens": found.tokens,
+        "max_difference": found.max_difference,
+        "top1_agreement": found.top1_agreement,
+    }
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    table = Table(title=figures["folder"], show_header=False, title_justify="left")
+    rows = {
+        "architecture": figures["architecture"],
+        "parameters": count(figures["parameters"]),
+    }
+    if figures["compared"]:
+        rows |= {
+            "compared with": f"transformers {figures['transformers']}, {figures['tokens']:,} random tokens, fp32",
+            "max |Δ| of logits": f"{figures['max_difference']:.2e} (tolerance {figures['tolerance']:g})",
+            "top-1 agreement": f"{figures['top1_agreement']:.2%}",
+        }
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table

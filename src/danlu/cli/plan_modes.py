@@ -1,0 +1,274 @@
+"""The modes of `danlu plan`, one function per option."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Group
+from rich.text import Text
+
+from danlu.cli.browser import open_in_browser
+from danlu.planner import PlanRequest, PlanRequestError, PricedPlan, SearchResult, parse_constraints, price_plan
+from danlu.planner.deadline import EVERY_NODE_COUNT_UP_TO, DeadlineResult, fewest_chips, training_days
+from danlu.planner.explain import PART_LABELS, Explainer, level_costs
+from danlu.planner.goodput import Goodput, goodput
+from danlu.planner.infeasible import chips_needed, explain_infeasible
+from danlu.planner.search import SearchFunction
+from danlu.planner.what_if import apply_what_if, least_memory_layout, sweep_sequence_length
+from danlu.report import plan_tables as tables
+from danlu.report.formatting import count
+from danlu.report.terminal import Console
+from danlu.spec import toml
+from danlu.spec.load import ParsedSpec, read_plan
+from danlu.spec.problem import SpecError
+from danlu.spec.rank_placement import PlacementError
+from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
+
+_SCALE = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """What all modes share."""
+
+    request: PlanRequest
+    mtbf: float | None
+    search_function: SearchFunction
+    as_json: bool
+
+    def search(self, request: PlanRequest | None = None, shown: int = 1) -> SearchResult:
+        """Search; raises `PlanRequestError` with the reason if nothing fits."""
+        result = self.search_function(request or self.request, shown)
+        if not result.best:
+            raise PlanRequestError(explain_no_fit(result))
+        return result
+
+    def goodput(self, request: PlanRequest | None = None) -> Goodput | None:
+        """Expected goodput."""
+        return goodput(request or self.request, self.mtbf)
+
+    def show(self, view: Any, value: dict[str, Any]) -> None:
+        """Print tables, or JSON."""
+        if self.as_json:
+            typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+            return
+        # A pipe has no width of its own: give it every column.
+        console = Console(highlight=False) if sys.stdout.isatty() else Console(width=200, highlight=False)
+        console.print(view)
+
+
+def explain_no_fit(result: SearchResult) -> str:
+    """Why a search found nothing."""
+    request = result.request
+    if result.least_memory is None:
+        return explain_infeasible(request)
+    over = result.least_memory.peak_bytes - request.usable_memory
+    return (
+        f"nothing fits {request.chips:,} chips: even the layout with the least memory "
+        f"({tables.degrees_text(result.least_memory)}) needs "
+        f"{tables.format_gb(result.least_memory.peak_bytes)} per chip, "
+        f"{tables.format_gb(over)} more than the {tables.format_gb(request.usable_memory)} available: "
+        f"{_more_chips(request)}, a shorter sequence, or a chip with more memory"
+    )
+
+
+def _more_chips(request: PlanRequest) -> str:
+    """How many chips would be enough, and whether the cluster has them."""
+    needed = chips_needed(request)
+    if needed is None:
+        return "another layout (loosen --fix and --without)" if request.constraints.allowed else "a smaller model"
+    if needed <= request.cluster.chips:
+        return f"--chips {needed}"
+    return f'{needed:,} such chips ("{request.cluster.name}" has {request.cluster.chips:,})'
+
+
+def show_best(context: PlanContext, out: Path | None, page: Path | None, open_page: bool) -> None:
+    """The best layout, its runners-up, and why."""
+    result = context.search(shown=5)
+    chosen, expected = result.best[0], context.goodput()
+    found, rejections = level_costs(chosen), Explainer(context.request).rejections(chosen)
+    context.show(
+        tables.result_view(result, found, rejections, expected), tables.result_json(result, found, rejections, expected)
+    )
+    if out is not None:
+        write_text(out, toml.dumps(tables.plan_with_prediction(chosen, expected)))
+    if page is not None:
+        from danlu.report.plan_page import plan_page
+
+        write_text(page, plan_page(result, found, rejections, expected, _scaling(context, chosen)))
+        if open_page:
+            open_in_browser(page)
+
+
+def _scaling(context: PlanContext, chosen: PricedPlan) -> list[tuple[int, PricedPlan | None]]:
+    """The best layouts of an eighth, a quarter and half of the chips, and of all."""
+    found: list[tuple[int, PricedPlan | None]] = []
+    for part in (8, 4, 2):
+        chips = context.request.chips // part
+        if chips >= 1 and context.request.chips % part == 0:
+            result = context.search_function(replace(context.request, chips=chips), 1)
+            found.append((chips, result.best[0] if result.best else None))
+    return [*found, (context.request.chips, chosen)]
+
+
+def show_why_not(context: PlanContext, wanted: str) -> None:
+    """Compare the best layout under a constraint with the best of all."""
+    other = context.search_function(replace(context.request, constraints=_with_constraints(context.request, wanted)), 1)
+    if not other.best and other.least_memory is None:
+        raise PlanRequestError(f"--why-not {wanted}: {explain_infeasible(other.request)}")
+    result = context.search()
+    chosen = result.best[0]
+    if not other.best:
+        text = explain_no_fit(other)
+        context.show(Text(text), {"best": tables.plan_json(chosen, context.goodput()), "refused": text})
+        return
+    rival = other.best[0]
+    _side_by_side(context, [("best", chosen), (wanted, rival)])
+
+
+def show_what_if(context: PlanContext, changes: list[str]) -> None:
+    """Compare the best layouts on this machine and on a changed one."""
+    other = context.request
+    for change in changes:
+        other = apply_what_if(other, change)
+    now, then = context.search(), context.search(other)
+    _side_by_side(context, [("now", now.best[0]), (", ".join(changes), then.best[0])])
+
+
+def show_comparison(context: PlanContext, path: Path) -> None:
+    """Compare the user's plan with the best."""
+    given = read_plan(path)
+    recipe = context.request.parsed_recipe
+    problems = [problem for rule in PLAN_RULES for problem in rule(given)]
+    rules = (*DECODER_LAYOUT_RULES, *LAYOUT_RULES)
+    problems += [problem for rule in rules for problem in rule(recipe, given)]
+    if problems:
+        raise SpecError(problems)
+    request = replace(context.request, chips=given.value.degrees.world)
+    priced = _priced(request, given)
+    result = context.search(request)
+    if not priced.fits:
+        over = priced.peak_bytes - request.usable_memory
+        remedy = Explainer(request).suggest_fix(priced.candidate)
+        typer.echo(
+            f"{path} does not fit: {tables.format_gb(over)} over the limit on the fullest chip; {remedy}", err=True
+        )
+    _side_by_side(replace(context, request=request), [("best", result.best[0]), (path.name, priced)])
+
+
+def _priced(request: PlanRequest, given: ParsedSpec[Any]) -> PricedPlan:
+    try:
+        return price_plan(request, given.value)
+    except PlacementError as error:
+        raise PlanRequestError(str(error)) from None
+
+
+def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
+    """The fewest chips that meet a deadline."""
+    recipe = context.request.recipe
+    wanted = _tokens(tokens) if tokens else float(recipe.steps * recipe.batch.tokens)
+    found = fewest_chips(context.request, wanted, days, context.search_function, context.mtbf)
+    value: dict[str, Any] = {"tokens": wanted, "days": days, "tried": dict(found.tried_chips), "best": None}
+    late = _late_words(context.request, found)
+    if found.result is None:
+        words = f"{count(wanted)} tokens do not finish within {days:g} days on {context.request.chips:,} chips or fewer"
+        context.show(Text(f"{words}: {late}."), value)
+        raise typer.Exit(1)
+    chosen = found.result.best[0]
+    expected = goodput(chosen.request, context.mtbf)
+    taken = training_days(chosen, wanted, context.mtbf)
+    words = (
+        f"{count(wanted)} tokens in {days:g} days need {chosen.request.chips:,} chips: finished in {taken:.1f} days"
+        f"{', failures included' if expected else ''}. Fewer are too slow: {late}."
+    )
+    value["best"] = tables.plan_json(chosen, expected)
+    context.show(tables.with_header(chosen, Text(words), Text(), tables.side_by_side([("1", chosen)], expected)), value)
+
+
+def _late_words(request: PlanRequest, found: DeadlineResult) -> str:
+    """Which smaller numbers of chips were searched, and which could be skipped."""
+    per_node, late = request.cluster.chips_per_node, [chips for chips, days in found.tried_chips if days is None]
+    words = f"fewer than {found.lower_bound_chips:,} chips could not finish even at peak FLOP/s"
+    if late:
+        step = (
+            "every number"
+            if late[-1] <= EVERY_NODE_COUNT_UP_TO * per_node
+            else f"every number up to {EVERY_NODE_COUNT_UP_TO}, and some above,"
+        )
+        words = f"{step} of nodes with {late[0]:,} to {late[-1]:,} chips was searched, and {words}"
+    return words
+
+
+def show_longest_sequence(context: PlanContext) -> None:
+    """The longest sequences that fit."""
+    found = sweep_sequence_length(context.request, context.search_function)
+    expected = context.goodput()
+    rows = [(f"{length:,} tokens", priced) for length, priced in found if priced]
+    last, priced = found[-1]
+    closing = f"{last:,} tokens: nothing fits." if priced is None else f"The batch is one sequence of {last:,} tokens."
+    table = tables.side_by_side(rows, expected)
+    context.show(
+        tables.with_header(rows[0][1], table, Text(closing)) if rows else Group(table, Text(closing)),
+        {str(length): tables.plan_json(priced, expected) if priced else None for length, priced in found},
+    )
+
+
+def show_least_memory(context: PlanContext) -> None:
+    """Compare the layout with the least memory with the fastest."""
+    found, result = least_memory_layout(context.request), context.search_function(context.request, 1)
+    rows = [("leanest", found), *(("best", priced) for priced in result.best)]
+    _side_by_side(context, rows)
+
+
+def _side_by_side(context: PlanContext, rows: list[tuple[str, PricedPlan]]) -> None:
+    """Compare two layouts by the parts of a step."""
+    expected = context.goodput(rows[-1][1].request)
+    lines: list[str] = []
+    if len(rows) > 1:
+        (first, one), (second, other) = rows[0], rows[1]
+        lines = _differences(one, other, first, second)
+    value = {name: tables.plan_json(priced, expected) for name, priced in rows}
+    view = tables.with_header(rows[0][1], tables.side_by_side(rows, expected), Text(), Text("\n".join(lines)))
+    context.show(view, value)
+
+
+def _differences(one: PricedPlan, other: PricedPlan, first: str, second: str) -> list[str]:
+    more = other.seconds - one.seconds
+    speed = f"{abs(more) / one.seconds:.1%} {'slower' if more > 0 else 'faster'} than {first}"
+    lines = [f"{second}: {speed} ({tables.step_text(one.seconds)} → {tables.step_text(other.seconds)})."]
+    changes = {
+        name: other.prediction.parts.get(name, 0.0) - one.prediction.parts.get(name, 0.0) for name in PART_LABELS
+    }
+    for name in sorted(changes, key=lambda part: -abs(changes[part]))[:4]:
+        if abs(changes[name]) > 0.002 * one.seconds:
+            lines.append(f"  {PART_LABELS[name]}: {changes[name]:+.3f} s")
+    lines.append(f"  memory of the fullest chip: {(other.peak_bytes - one.peak_bytes) / 1e9:+.1f} GB")
+    for name, priced in ((first, one), (second, other)):
+        lines.append(f"  {name}: {tables.placement_text(priced)}")
+    return lines
+
+
+def _with_constraints(request: PlanRequest, wanted: str) -> Any:
+    more = parse_constraints(wanted, option="--why-not")
+    return replace(request.constraints, allowed={**request.constraints.allowed, **more.allowed})
+
+
+def _tokens(text: str) -> float:
+    scale = _SCALE.get(text[-1:], 1.0)
+    number = text[:-1] if text[-1:] in _SCALE else text
+    try:
+        return float(number) * scale
+    except ValueError:
+        raise PlanRequestError(f'--tokens: "{text}" must be a number such as 15T or 300B') from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; raises `PlanRequestError` with the reason if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanRequestError(f"{path} cannot be written: {error.strerror}") from None
+    typer.echo(f"wrote {path}", err=True)

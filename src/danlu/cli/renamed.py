@@ -1,0 +1,20 @@
+"""Commands that had another name in version 0.1: they are refused, with the name they have now."""
+
+import typer
+
+RENAMED = {"catalogue": "catalog", "ckpt mend": "ckpt repair", "data at": "data locate"}
+
+
+def refuse_renamed(app: typer.Typer, group: str = "") -> None:
+    """Give an app hidden commands by the old names of its own, which say the new one; exit code 2."""
+    for old, new in RENAMED.items():
+        above, _, name = old.rpartition(" ")
+        if above == group:
+            _refuse(app, name, f"danlu {old} is now called: danlu {new}")
+
+
+def _refuse(app: typer.Typer, name: str, message: str) -> None:
+    @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def refused() -> None:
+        typer.echo(message, err=True)
+        raise typer.Exit(2)

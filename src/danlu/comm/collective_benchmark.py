@@ -1,0 +1,268 @@
+"""The cost of collectives: times at several sizes, in groups on every level of the network."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from danlu.chips import CollectiveOp, Runtime
+from danlu.comm.world import TIMEOUT
+from danlu.spec.cluster import CollectiveCurve
+from danlu.spec.description import SpecModel, TupleOf
+from danlu.spec.divisors import divisors
+from danlu.torch_compat import all_gather_single, reduce_scatter_single
+
+_MIN_REPEATS, _MAX_REPEATS = 3, 200
+_PRECEDING_MATMUL_ROWS = 512
+"""Rows of the matmul before a timed call: a few milliseconds of a core."""
+
+LevelFanouts = tuple[tuple[str, int], ...]
+"""Levels of the network from the innermost outwards: name, and how many of the level below it joins."""
+
+
+class CollectiveFit(SpecModel):
+    """`seconds = latency + size · per_byte` for one collective over some ranks."""
+
+    operation: CollectiveOp
+    level: str
+    """The outermost level of the network that its groups cross."""
+    ranks: int
+    """Members of a group; all groups of that kind ran at once."""
+    latency: float
+    """α: seconds of the operation, however small the buffer."""
+    per_byte: float
+    """β: seconds for each byte of the buffer its caller sees."""
+    error: float
+    """Largest deviation of a measured time from the line, relative to the time."""
+    sizes: TupleOf[int]
+    seconds: TupleOf[float]
+    """The measured times behind the line: the mean over ranks, of the median over repeats."""
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second that one rank sends while it runs, counting only what a ring would send.
+
+        Where noise hid the slope, all the time of the largest message counts: the bandwidth is at least that.
+        """
+        per_byte = self.per_byte or self.seconds[-1] / self.sizes[-1]
+        return bus_bandwidth_factor(self.operation, self.ranks) / per_byte
+
+    @property
+    def hop_latency(self) -> float:
+        """Seconds of one step of a ring."""
+        return self.latency / ring_steps(self.operation, self.ranks)
+
+    @property
+    def curve(self) -> CollectiveCurve:
+        """The measured times in the form of a cluster file."""
+        return CollectiveCurve(operation=self.operation, ranks=self.ranks, sizes=self.sizes, seconds=self.seconds)
+
+
+def bus_bandwidth_factor(operation: CollectiveOp, ranks: int) -> float:
+    """Bytes that each rank of a ring sends per byte of the caller's buffer."""
+    if operation == "p2p":
+        return 1.0
+    return (2.0 if operation == "all_reduce" else 1.0) * (ranks - 1) / ranks
+
+
+def ring_steps(operation: CollectiveOp, ranks: int) -> int:
+    """Steps of a ring, one after the other."""
+    if operation == "p2p":
+        return 1
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1)
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """α and β of `seconds = α + β · size`, neither below zero, with the least relative error.
+
+    Weighting each time by its inverse square makes a microsecond of a small message count as much as a
+    millisecond of a large one: the small sizes determine α, the large ones β.
+    """
+    if len(sizes) < 2 or len(sizes) != len(seconds):
+        raise ValueError(f"`sizes` and `seconds` must be two or more pairs, but are {len(sizes)} and {len(seconds)}")
+    weights = [second**-2 for second in seconds]
+    total = sum(weights)
+    mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
+    mean_seconds = sum(w * second for w, second in zip(weights, seconds, strict=True)) / total
+    pairs = list(zip(weights, sizes, seconds, strict=True))
+    covariance = sum(w * (size - mean_size) * (second - mean_seconds) for w, size, second in pairs)
+    beta = covariance / sum(w * (size - mean_size) ** 2 for w, size, _ in pairs)
+    alpha = mean_seconds - beta * mean_size
+    if alpha < 0:
+        return 0.0, sum(w * size * second for w, size, second in pairs) / sum(w * size**2 for w, size, _ in pairs)
+    return (alpha, beta) if beta > 0 else (mean_seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class GroupPartition:
+    """All ranks in groups of one kind, which measure at the same time."""
+
+    level: str
+    group_size: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+def group_partitions(levels: LevelFanouts) -> Iterator[GroupPartition]:
+    """The kinds of groups that a plan may have on these levels.
+
+    On every level, groups of each size that divides it: of neighbors on that level, alone and with all ranks below
+    them. Of two kinds with the same size on a level only the first is measured.
+    """
+    world, below = prod(fanout for _, fanout in levels), 1
+    for level, fanout in levels:
+        seen: set[int] = set()
+        for inside in dict.fromkeys((1, below)):
+            for across in reversed(divisors(fanout)):
+                ranks = inside * across
+                if across > 1 and ranks not in seen:
+                    seen.add(ranks)
+                    yield GroupPartition(level, ranks, tuple(_rank_groups(world, below, inside, across)))
+        below *= fanout
+
+
+def _rank_groups(world: int, below: int, inside: int, across: int) -> Iterator[tuple[int, ...]]:
+    """Groups over `across` units of `below` ranks each, with `inside` ranks of every unit."""
+    for first in range(0, world, below * across):
+        for offset in range(0, below, inside):
+            yield tuple(first + unit * below + offset + member for unit in range(across) for member in range(inside))
+
+
+class CollectiveTimer:
+    """Times collectives on one rank; every rank takes the same steps in the same order."""
+
+    def __init__(self, runtime: Runtime, device: torch.device, rank: int, seconds: float, sizes: Sequence[int]) -> None:
+        """Every operation is timed for `seconds` over all `sizes` (bytes of its buffer)."""
+        self.runtime, self.device, self.rank = runtime, device, rank
+        self.seconds, self.sizes = seconds, sizes
+        self._left, self._right = (
+            torch.ones(_PRECEDING_MATMUL_ROWS, _PRECEDING_MATMUL_ROWS, device=device) for _ in range(2)
+        )
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def measure(self, operation: CollectiveOp, partition: GroupPartition) -> CollectiveFit:
+        """Time one operation in groups of one kind."""
+        group = self._member(operation, partition)
+        sizes: list[int] = []
+        seconds: list[float] = []
+        for size in self.sizes:
+            # If bandwidth stays the same, time grows with size. All ranks compute the same estimate.
+            if len(sizes) >= 3 and seconds[-1] * size / sizes[-1] * _MIN_REPEATS > self.seconds:
+                break
+            actual, spent = self._time(group, size, self.seconds / len(self.sizes))
+            sizes.append(actual)
+            seconds.append(spent)
+        latency, per_byte = fit_line(sizes, seconds)
+        error = max(abs(latency + per_byte * n - t) / t for n, t in zip(sizes, seconds, strict=True))
+        return CollectiveFit(
+            operation=operation,
+            level=partition.level,
+            ranks=partition.group_size,
+            latency=latency,
+            per_byte=per_byte,
+            error=error,
+            sizes=tuple(sizes),
+            seconds=tuple(seconds),
+        )
+
+    def _member(self, operation: CollectiveOp, partition: GroupPartition) -> "_GroupMember":
+        """This rank in its group; groups stay open, because a second one of the same members would clash with it."""
+        members = next(group for group in partition.groups if self.rank in group)
+        if members not in self._groups:
+            group = None  # all ranks
+            if len(members) < dist.get_world_size():
+                group = dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
+            self._groups[members] = group
+        return _GroupMember(operation, members, self.rank, self.device, self._groups[members])
+
+    def _time(self, group: "_GroupMember", size: int, budget: float) -> tuple[int, float]:
+        """Bytes actually moved, and seconds of one call.
+
+        The mean over ranks, because a rank that is late in one call makes the others wait, and waits itself in another:
+        over a step every rank computes for its own time and waits for the rest of the common one.
+        """
+        count = max(1, size // (4 * group.ranks)) * group.ranks  # fp32 elements that divide over the ranks
+        run = group.call(count)
+        run()  # opens connections and touches memory
+        spent: list[float] = []
+        elapsed = 0.0  # of the slowest rank, so that all of them stop together
+        while len(spent) < _MAX_REPEATS and (elapsed < budget or len(spent) < _MIN_REPEATS):
+            chunk = [self._time_call(run, working=group.operation != "p2p") for _ in range(_MIN_REPEATS)]
+            spent += chunk
+            elapsed += all_reduce_scalar(sum(chunk), dist.ReduceOp.MAX, self.device)
+        # A message is timed there and back, so one way is half the time.
+        each = statistics.median(spent) / (2 if group.operation == "p2p" else 1)
+        return 4 * count, all_reduce_scalar(each, dist.ReduceOp.SUM, self.device) / dist.get_world_size()
+
+    def _time_call(self, run: Callable[[], object], working: bool) -> float:
+        """Seconds of one call, directly after a matmul if ranks are `working`.
+
+        In a step ranks enter a collective from their computation: not all at once, with caches full of other data, and
+        possibly sharing cores with a rank that still computes. A message between two ranks is timed without it: how
+        long a pipeline waits for the other rank is computed from its schedule.
+        """
+        if working:
+            torch.matmul(self._left, self._right)
+            self.runtime.synchronize()
+        start = time.perf_counter()
+        run()
+        self.runtime.synchronize()
+        return time.perf_counter() - start
+
+
+def all_reduce_scalar(value: float, reduction: dist.ReduceOp.RedOpType, device: torch.device) -> float:
+    """Reduce a number over all ranks, which also makes them start the next measurement together."""
+    # fp32, because not every chip's library reduces fp64; seven digits are more than a measurement has.
+    tensor = torch.tensor([value], dtype=torch.float32, device=device)
+    dist.all_reduce(tensor, op=reduction)
+    return float(tensor.item())
+
+
+class _GroupMember:
+    """This rank in one of the measured groups."""
+
+    def __init__(
+        self,
+        operation: CollectiveOp,
+        members: tuple[int, ...],
+        rank: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.operation, self.members, self.device, self.group = operation, members, device, group
+        self.ranks, self.group_rank = len(members), members.index(rank)
+
+    def call(self, count: int) -> Callable[[], object]:
+        """The collective on its own buffers, ready to run."""
+        full = torch.ones(count, device=self.device)
+        shard = torch.ones(count // self.ranks, device=self.device)
+        group = self.group
+        match self.operation:
+            case "all_reduce":
+                full.zero_()  # stays zero however often it is summed
+                return lambda: dist.all_reduce(full, group=group)
+            case "all_gather":
+                return lambda: all_gather_single(full, shard, group=group)
+            case "reduce_scatter":
+                return lambda: reduce_scatter_single(shard, full, group=group)
+            case "all_to_all":
+                other = torch.ones(count, device=self.device)
+                return lambda: dist.all_to_all_single(other, full, group=group)
+            case "p2p":
+                return lambda: self._ping_pong(full)
+
+    def _ping_pong(self, message: torch.Tensor) -> None:
+        """There and back between neighbors 0–1, 2–3, … of the group; an odd last rank does nothing."""
+        peer = self.group_rank ^ 1
+        if peer >= self.ranks:
+            return
+        other = self.members[peer]
+        if self.group_rank < peer:
+            dist.send(message, other, group=self.group)
+            dist.recv(message, other, group=self.group)
+        else:
+            dist.recv(message, other, group=self.group)
+            dist.send(message, other, group=self.group)

@@ -1,0 +1,78 @@
+"""Parse a collective call: its operation, bytes and group.
+
+Works both on real groups and on the fake ones of a dry run, so that the two can be compared.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from danlu.torch_compat import resolve_process_group, tree_leaves
+
+_OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+_INPUT_IS_SECOND = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
+"""Operations whose input is the second argument, not the first."""
+_NO_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd")
+
+
+class UnknownCollectiveError(RuntimeError):
+    """A collective whose bytes this module cannot count."""
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective as one rank calls it."""
+
+    operation: str
+    dtype: str
+    size: int
+    """Bytes of this rank's input (of its output for a receive)."""
+    group: ProcessGroup
+
+    @property
+    def axes(self) -> str:
+        """The axes of the group, from the name the mesh gave it; `world` for all ranks."""
+        return self.group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator communicates with other ranks (or waits for them)."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+def parse_collective(func: Any, args: tuple[Any, ...]) -> CollectiveCall | None:
+    """The collective of an operator call; None if it only waits."""
+    name = func._schema.name.split("::")[1]
+    if name in _NO_TRAFFIC:
+        return None
+    if name not in _OPERATIONS:
+        raise UnknownCollectiveError(f"collective {func} must be one of {', '.join(_OPERATIONS)} to be recorded")
+    given = args[1] if name in _INPUT_IS_SECOND else args[0]
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    return CollectiveCall(_OPERATIONS[name], dtype, size, _group(args))
+
+
+def _group(args: tuple[Any, ...]) -> ProcessGroup:
+    """The group among an operator's arguments: boxed for c10d operators, by name for functional ones."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return ProcessGroup.unbox(arg)
+    names = [arg for arg in args if isinstance(arg, str)]
+    return resolve_process_group(names[-1])

@@ -1,0 +1,75 @@
+"""Where the ranks of a run find each other."""
+
+import socket
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+
+from danlu.torch_compat import FileStore, HashStore, Store, TCPStore
+
+FILE_SCHEME = "file:"
+"""Prefix of a rendezvous endpoint that is a file."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Rank, world size, local rank and rendezvous endpoint of one process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    endpoint: str = ""
+    """`host:port` of the store that rank 0 opens, or `file:PATH` if all ranks are on one host: file permissions protect
+    that file, while any user of the host can connect to a port. Not needed by a run of one rank."""
+
+    @property
+    def is_single_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.endpoint.startswith(FILE_SCHEME)
+
+
+def rendezvous(rank_info: RankInfo, timeout: timedelta = timedelta(minutes=10)) -> Store:
+    """The store through which the ranks of a run find each other; rank 0 opens it."""
+    if rank_info.world_size == 1:
+        return HashStore()
+    if rank_info.is_single_host:
+        file = FileStore(rank_info.endpoint.removeprefix(FILE_SCHEME), rank_info.world_size)
+        file.set_timeout(timeout)
+        return file
+    host, _, port = rank_info.endpoint.rpartition(":")
+    if rank_info.rank:
+        return TCPStore(host, int(port), rank_info.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    listening = _listen(host.strip("[]"), int(port)).detach()
+    return TCPStore(
+        host, int(port), rank_info.world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listening,
+    )  # fmt: skip
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on the given address only; by default the store listens on every interface."""
+    found = [(family, where[0]) for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    family, address = min(found, key=lambda each: ip_address(str(each[1]).partition("%")[0]).is_loopback)
+    if ip_address(str(address).partition("%")[0]).is_loopback and _is_name_of_this_host(host):
+        # A line such as "127.0.1.1 node7" in /etc/hosts: other hosts reach it by another address.
+        warnings.warn(
+            f"{host} is {address} on this host, which no other host reaches: the store listens on every interface",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        family, address = socket.AF_INET, "0.0.0.0"
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def _is_name_of_this_host(host: str) -> bool:
+    """Whether it is a host name, not an address or `localhost`."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return host != "localhost"
+    return False

@@ -1,0 +1,144 @@
+"""The ranks of a run and their collectives: the only user of torch's default process group."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from danlu import torch_compat
+from danlu.comm.rendezvous import RankInfo
+from danlu.torch_compat import PrefixStore, Store
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective of any group waits for the other ranks."""
+CPU = torch.device("cpu")
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+Reduction = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of a run, passed to code that communicates; collectives of one rank do nothing."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Number of this rank on its host."""
+    device: torch.device = CPU
+    """Where tensors of collectives are."""
+    generation: int = 0
+    """How many worlds this run had before; keys of the rendezvous store are not shared between them."""
+    timeout: timedelta = TIMEOUT
+    store: Store | None = None
+    """Key-value store of all ranks; None where there is no rendezvous."""
+
+    @classmethod
+    def join(
+        cls,
+        rank_info: RankInfo,
+        backend: str,
+        store: Store,
+        device: torch.device = CPU,
+        *,
+        generation: int = 0,
+        timeout: timedelta = TIMEOUT,
+    ) -> Self:
+        """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined."""
+        store = PrefixStore(f"generation-{generation}", store)
+        size = rank_info.world_size
+        dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
+        return cls(rank_info.rank, size, rank_info.local_rank, device, generation, timeout, store)
+
+    @classmethod
+    def fake(cls, rank: int, size: int) -> Self:
+        """Be a rank of a world whose other ranks do not exist, and whose collectives return at once: a dry run's."""
+        dist.init_process_group("fake", store=torch_compat.fake_store(), rank=rank, world_size=size)
+        return cls(rank, size)
+
+    @classmethod
+    def adopt(cls, device: torch.device = CPU) -> Self:
+        """The world that this process is a rank of already, as under torchrun; a world of one if it is of none."""
+        if not dist.is_initialized():
+            return cls(device=device)
+        return cls(dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
+
+    def shutdown(self) -> None:
+        """Close every group of this process; it may join another world afterwards.
+
+        DTensor caches redistributions together with their mesh. A mesh of the next world that looks the same would
+        find the closed groups there, so those caches are cleared too.
+        """
+        dist.destroy_process_group()
+        torch_compat.clear_dtensor_caches()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> None:
+        """Reduce a tensor over all ranks, in place; not waited for before its values are read."""
+        if self.size > 1:
+            dist.all_reduce(tensor, _REDUCE[reduction])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Broadcast a tensor of one rank to all, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=source)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def all_reduce_ints(self, values: Sequence[int], reduction: Reduction = "sum") -> list[int]:
+        """Reduce a few integers over all ranks; sums are modulo 2^64, and results below 2^63 are exact."""
+        words = torch.tensor([value - 2**64 if value >= 2**63 else value for value in values], dtype=torch.int64)
+        words = words.to(self.device)
+        self.all_reduce(words, reduction)
+        return [int(word) for word in words.tolist()]
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of every rank, by rank: O(size), so never in a step."""
+        if self.size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        everyone = torch.empty(self.size * len(values), dtype=torch.int64, device=self.device)
+        torch_compat.all_gather_single(everyone, mine)
+        gathered: list[list[int]] = everyone.reshape(-1, len(values)).tolist()
+        return gathered
+
+    def broadcast_int(self, compute: Callable[[], int]) -> int:
+        """What rank 0 computes, on every rank."""
+        value = torch.tensor(compute() if self.rank == 0 else 0, device=self.device)
+        self.broadcast(value)
+        return int(value)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return self.any_rank_each([flag])[0]
+
+    def any_rank_each(self, flags: Sequence[bool]) -> list[bool]:
+        """For each of several flags, whether it is set on any rank."""
+        return [bool(flag) for flag in self.all_reduce_ints([int(flag) for flag in flags], "max")]
+
+    def new_group(self, members: Sequence[int], name: str) -> ProcessGroup | None:
+        """The group of all ranks, or a new one created by its members alone: no rank waits for a group it is not in."""
+        if len(members) == self.size:
+            return dist.group.WORLD
+        return dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True, group_desc=name)
+
+    def device_mesh(
+        self, groups: Sequence[ProcessGroup | None], ranks: Tensor | None = None, names: tuple[str, ...] | None = None
+    ) -> DeviceMesh:
+        """A mesh over groups, for FSDP, DTensor and pipelining. Meshes are created only here."""
+        real = [group for group in groups if group is not None]
+        if ranks is None:
+            return DeviceMesh.from_group(real[0], self.device.type)
+        return DeviceMesh.from_group(real, self.device.type, ranks, mesh_dim_names=names)
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The ranks in a group, in the order the group numbers them."""
+    return dist.get_process_group_ranks(group)

@@ -1,0 +1,87 @@
+"""Sizes of a model's layers for the cost model: small, hashable, cached per model."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from danlu.cost.software import MLAConfig
+from danlu.spec.model import Model
+
+
+class ModelShape(NamedTuple):
+    """Sizes of one model; widths in features."""
+
+    layers: int
+    dense_layers: int
+    """The first layers, which have no experts; all layers in a dense model."""
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of queries and keys of one head."""
+    v_head_dim: int
+    mlp_dim: int
+    gated: bool
+    vocabulary: int
+    tied: bool
+    positions: int
+    """Rows of a learned position table."""
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+    mla: MLAConfig | None
+
+    @property
+    def num_up_projections(self) -> int:
+        """Up-projections of a feed-forward network: 2 if it is gated."""
+        return 2 if self.gated else 1
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer, without norms and biases."""
+        if self.mla is None:
+            return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        low = self.mla
+        down = self.width * (low.q_lora_rank + low.kv_lora_rank + low.qk_rope_head_dim)
+        up = self.heads * (low.q_lora_rank * self.head_dim + low.kv_lora_rank * (low.qk_nope_head_dim + low.v_head_dim))
+        return down + up + self.heads * low.v_head_dim * self.width
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of the feed-forward network of a layer without experts."""
+        return (self.num_up_projections + 1) * self.width * self.mlp_dim
+
+    @property
+    def shared_parameters(self) -> int:
+        """Of shared experts and router of one layer."""
+        return (self.num_up_projections + 1) * self.width * self.shared_width + self.width * self.experts
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return (self.num_up_projections + 1) * self.width * self.expert_width
+
+
+@lru_cache(maxsize=256)
+def model_shape(model: Model, latent: MLAConfig | None = None) -> ModelShape:
+    """The sizes of a model that the cost model needs."""
+    moe = model.moe
+    return ModelShape(
+        layers=model.layers,
+        dense_layers=moe.dense_layers if moe else model.layers,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else model.head_dim,
+        v_head_dim=latent.v_head_dim if latent else model.head_dim,
+        mlp_dim=model.mlp_dim,
+        gated=model.activation == "swiglu",
+        vocabulary=model.vocabulary,
+        tied=model.tied,
+        positions=model.sequence if model.position == "learned" else 0,
+        experts=moe.experts if moe else 0,
+        top_k=moe.top_k if moe else 0,
+        expert_width=moe.width if moe else 0,
+        shared_width=moe.shared * moe.width if moe else 0,
+        mla=latent,
+    )

@@ -1,0 +1,155 @@
+"""FLOPs and bytes sent by one rank in one step, counted from shapes, to compare with a dry run of the same layout.
+
+Bytes are those that a rank puts into its collectives and sends, by axis, independent of the network. FLOPs are those of
+matmuls and of the causal half of attention.
+"""
+
+from dataclasses import dataclass
+
+from danlu.cost.layer_time import attention_matmuls, expert_matmuls, mlp_matmuls
+from danlu.cost.layout_shapes import LayoutShapes
+from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
+from danlu.cost.stage_contents import StageContents
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """Of one rank and one step."""
+
+    flops: float
+    sent: dict[str, float]
+    """Bytes by axis; axes without traffic are missing."""
+
+
+class RankCounter(LayoutShapes):
+    """Computes the counts of one layout."""
+
+    def count(self, rank: int) -> RankCounts:
+        """Of one pp rank."""
+        contents = self.stages[rank]
+        sent = {
+            "tp": self._tensor(contents),
+            "cp": self._context(contents),
+            "ep": self._expert(contents),
+            "shard": self._shard(contents),
+            "replicate": self._replicate(contents),
+            "pp": self._pipeline(rank),
+        }
+        return RankCounts(self._flops(contents), {axis: size for axis, size in sent.items() if size})
+
+    @property
+    def _tokens(self) -> int:
+        return self.local.sequences * self.local.length // self.local.cp
+
+    def _flops(self, contents: StageContents) -> float:
+        """Matmuls once forward and twice backward, and once more with full recompute.
+
+        Recompute stops before a block's last matmul, whose result is not needed.
+        """
+        shape, local, tokens = self.shape, self.local, self._tokens
+        full = self.software.recompute == "full"
+        core = (
+            2.0
+            * local.sequences
+            * local.length**2
+            / local.cp
+            * (shape.heads // local.tp)
+            * (shape.head_dim + shape.v_head_dim)
+            / 2
+        )
+        total = 0.0
+        for count, moe in ((contents.dense, False), (contents.moe, True)):
+            if not count:
+                continue
+            matmuls = [*attention_matmuls(shape, tokens, local.tp), *mlp_matmuls(shape, tokens, local.tp, moe)]
+            linear = sum(2.0 * m * n * k for m, n, k in matmuls)
+            if moe:
+                routed = expert_matmuls(shape, tokens, local, self.software)
+                linear += sum(2.0 * groups * m * n * k for groups, m, n, k in routed)
+            last = 0.0 if moe else 2.0 * tokens * shape.width * shape.mlp_dim / local.tp
+            total += count * (3 * linear + 3.5 * core + ((linear - last + core) if full else 0.0))
+        if contents.has_head:
+            total += 3 * 2.0 * tokens * shape.width * shape.vocabulary / local.tp
+        return self.layout.microbatches * total
+
+    def _tensor(self, contents: StageContents) -> float:
+        """An all-gather and a reduce-scatter around attention and around the MLP, both passes; embedding and head."""
+        tp = self.local.tp
+        if tp == 1:
+            return 0.0
+        stream = float(self.software.activation_bytes * self._tokens * self.shape.width)
+        both = stream / tp + stream
+        again = {"full": both, "elementwise": stream / tp}.get(self.software.recompute or "none", 0.0)
+        total = 0.0
+        for count, moe in ((contents.dense, False), (contents.moe, True)):
+            blocks = 1 + (not moe or self.shape.shared_width > 0)
+            # Recompute ends before the last reduction over ranks.
+            spared = stream if self.software.recompute == "full" and not moe else 0.0
+            total += count * (blocks * (2 * both + again) - spared)
+        total += (contents.has_embedding + contents.has_head) * both
+        return self.layout.microbatches * total
+
+    def _context(self, contents: StageContents) -> float:
+        """All-to-all between heads and positions, both ways."""
+        local, shape = self.local, self.shape
+        if local.cp == 1:
+            return 0.0
+        heads, groups = shape.heads // local.tp, max(shape.kv_heads // local.tp, local.cp)
+        elements = self._tokens * (heads + groups) * (shape.head_dim + shape.v_head_dim)
+        once = float(self.software.activation_bytes * elements)
+        return self.layout.microbatches * contents.layers * once * self._passes
+
+    def _expert(self, contents: StageContents) -> float:
+        """Tokens to their experts and back."""
+        local, shape = self.local, self.shape
+        if local.ep == 1:
+            return 0.0
+        copies = shape.top_k * self._tokens / local.tp * self.software.expert_imbalance
+        rows = self.software.activation_bytes * copies * shape.width
+        return self.layout.microbatches * contents.moe * 2 * rows * self._passes
+
+    @property
+    def _passes(self) -> int:
+        """Passes that communicate: forward, backward, and recompute if it is full."""
+        return 3 if self.software.recompute == "full" else 2
+
+    def _shard(self, contents: StageContents) -> float:
+        """Shards to gather, and full gradients to reduce-scatter."""
+        mine, layout = self.rank_parameters(contents), self.layout
+        gathers: float = layout.microbatches * (2 if layout.reshard_after_forward else 1)
+        if self.defers_reduce and not layout.reshard_after_forward:
+            gathers = gathers_of(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
+        scatters = layout.microbatches if self.reduces_every_microbatch else 1
+        total = 0.0
+        for count, dense in ((mine.dense, True), (mine.experts, False)):
+            ranks = self.groups.replicas(dense).per_group
+            if ranks == 1:
+                continue
+            total += count * (gathers * self.software.parameter_bytes / ranks + scatters * self.software.gradient_bytes)
+            if dense and contents.has_head and layout.reshard_after_forward:
+                # The backward pass begins with the head, so it is not freed in between.
+                table = self.shape.vocabulary * self.shape.width / layout.tp
+                total -= table * layout.microbatches * self.software.parameter_bytes / ranks
+        return total
+
+    def _replicate(self, contents: StageContents) -> float:
+        """Gradients of one group's shards, all-reduced once per step."""
+        if self.layout.replicate == 1:
+            return 0.0
+        mine = self.rank_parameters(contents)
+        each = self.software.gradient_bytes
+        return each * (mine.dense / self.groups.dense.per_group + mine.experts / self.groups.experts.per_group)
+
+    def _pipeline(self, rank: int) -> float:
+        """Activations to the next stage and their gradients to the previous one."""
+        layout = self.layout
+        if layout.pp == 1:
+            return 0.0
+        stream = self.software.activation_bytes * self._tokens * self.shape.width / layout.tp
+        stages = layout.pp * layout.stages_per_rank
+        mine = [rank + turn * layout.pp for turn in range(layout.stages_per_rank)]
+        if layout.schedule == "zbv":
+            mine = [rank, stages - 1 - rank]
+        ends = sum(stage in mine for stage in (0, stages - 1))
+        same_rank = 2 if layout.schedule == "zbv" and rank == layout.pp - 1 else 0
+        return layout.microbatches * stream * (2 * len(mine) - ends - same_rank)

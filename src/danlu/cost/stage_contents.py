@@ -1,0 +1,92 @@
+"""Which layers every pp rank holds, and how many parameters that is."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from danlu.cost.model_shape import ModelShape
+from danlu.spec.plan import split_layers_evenly
+
+
+class StageContents(NamedTuple):
+    """What one pp rank holds."""
+
+    dense: int
+    """Layers without experts."""
+    moe: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return self.dense + self.moe
+
+
+class RankParameters(NamedTuple):
+    """Parameters of one rank before they are sharded over data-parallel ranks."""
+
+    dense: int
+    """All but routed experts."""
+    experts: int
+
+
+@lru_cache(maxsize=8192)
+def stage_contents(
+    shape: ModelShape,
+    pp: int,
+    stages_per_rank: int,
+    counts: tuple[int, ...] = (),
+    *,
+    count_embedding_and_head: bool = False,
+    zigzag: bool = False,
+) -> tuple[StageContents, ...]:
+    """What every pp rank holds.
+
+    `counts` gives the layers of every stage; if empty, they are as even as possible, and the middle stages take the
+    remainder. `count_embedding_and_head` counts each of the two as a layer. `zigzag` is the V shape of `zbv`.
+    """
+    stages = pp * stages_per_rank
+    counts = counts or _even_layer_counts(shape.layers, stages, count_embedding_and_head)
+    kinds, first = [], 0
+    for count in counts:
+        dense = max(0, min(shape.dense_layers - first, count))
+        kinds.append((dense, count - dense))
+        first += count
+    ranks = []
+    for rank in range(pp):
+        mine = [rank + turn * pp for turn in range(stages_per_rank)]
+        if zigzag:
+            mine = [rank, stages - 1 - rank]
+        ranks.append(
+            StageContents(
+                sum(kinds[stage][0] for stage in mine),
+                sum(kinds[stage][1] for stage in mine),
+                has_embedding=0 in mine,
+                has_head=stages - 1 in mine,
+            )
+        )
+    return tuple(ranks)
+
+
+def _even_layer_counts(layers: int, stages: int, count_embedding_and_head: bool) -> tuple[int, ...]:
+    if count_embedding_and_head and stages > 1:
+        counts = list(split_layers_evenly(layers + 2, stages))
+        counts[0] -= 1
+        counts[-1] -= 1
+        return tuple(counts)
+    return split_layers_evenly(layers, stages)
+
+
+@lru_cache(maxsize=8192)
+def rank_parameters(shape: ModelShape, contents: StageContents, tp: int, ep: int, expert_tp: int) -> RankParameters:
+    """Parameters of a rank; norms and biases, a ten-thousandth of them, are ignored."""
+    layer = shape.attention_parameters // tp
+    dense = contents.dense * (layer + shape.dense_parameters // tp)
+    dense += contents.moe * (layer + shape.shared_parameters // tp)
+    table = shape.vocabulary * shape.width // tp
+    if contents.has_embedding:
+        dense += table + shape.positions * shape.width
+    if contents.has_head and not (shape.tied and contents.has_embedding):
+        dense += table
+    experts = contents.moe * (shape.experts * shape.expert_parameters // (ep * expert_tp))
+    return RankParameters(dense, experts)

@@ -1,0 +1,357 @@
+"""Prediction of one optimizer step: time by part and memory by kind, for a model, a layout, a batch and a cluster.
+
+`Predictor` is built once and used for many layouts (a planner prices a hundred thousand); `predict` is for one plan.
+Layer times are cached, so a layout costs some tens of microseconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from danlu.cost.calibration import Calibration, load_calibration
+from danlu.cost.collectives import (
+    all_gather_time,
+    all_reduce_time,
+    build_network,
+    outermost_level,
+    p2p_time,
+    reduce_scatter_time,
+)
+from danlu.cost.embedding_head import embedding_head_time
+from danlu.cost.layer_time import LayerTime, LocalShape, PassTime, layer_time
+from danlu.cost.layout_shapes import LayoutShapes
+from danlu.cost.memory import MemoryEstimate, activation_gradient_bytes, layer_activation_bytes
+from danlu.cost.model_shape import model_shape
+from danlu.cost.operator_time import build_device, elementwise_time
+from danlu.cost.overlap import exposed_time
+from danlu.cost.parallel_layout import LayoutGroups, ParallelLayout, layout_from_plan
+from danlu.cost.pipeline_formula import StageTime, pipeline_time
+from danlu.cost.pipeline_schedules import gathers_per_stage
+from danlu.cost.rank_counts import RankCounter, RankCounts
+from danlu.cost.rank_memory import RankMemoryEstimator
+from danlu.cost.software import DANLU, Software
+from danlu.cost.stage_contents import RankParameters, StageContents
+from danlu.cost.stragglers import straggler_slowdown
+from danlu.spec.cluster import Cluster
+from danlu.spec.model import Model
+from danlu.spec.plan import Plan
+from danlu.spec.recipe import BatchConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """One optimizer step."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by part, on the critical rank; they add up to `seconds`."""
+    memory: MemoryEstimate
+    assumptions: tuple[str, ...] = ()
+    """What was assumed."""
+
+    def fits(self, memory: float) -> bool:
+        """Whether it fits a chip with this many bytes."""
+        return self.memory.device_bytes <= memory
+
+
+class Predictor:
+    """Predicts steps of one model and batch on one cluster with one software."""
+
+    def __init__(
+        self,
+        model: Model,
+        batch: BatchConfig,
+        cluster: Cluster,
+        software: Software = DANLU,
+        dtype: str = "bf16",
+        constants: Calibration | None = None,
+    ) -> None:
+        constants = constants or load_calibration()
+        self.shape = model_shape(model, software.mla)
+        self.batch, self.software, self.overheads = batch, software, constants.overheads
+        chip = cluster.chip
+        self.efficiency = constants.efficiency_of(chip.name, software.attention == "native")
+        self.device = build_device(chip, dtype, self.efficiency)
+        if not chip.overlaps:
+            software = self.software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False)
+        self.solo_speedup = chip.alone
+        self.spread = self.overheads.spread if chip.spread is None else chip.spread
+        inner, outer = self.efficiency.intra_node, self.efficiency.inter_node
+        self.network = build_network(cluster, inner, outer, self.overheads.collective_latency, software.ring_bandwidth)
+        self.assumptions = constants.assumptions(chip, dtype)
+        self._groups: dict[object, LayoutGroups] = {}
+        self._layers: dict[tuple[LocalShape, bool], LayerTime] = {}
+        self._kept: dict[tuple[LocalShape, bool], tuple[float, float]] = {}
+
+    def groups(self, layout: ParallelLayout) -> LayoutGroups:
+        """The groups of a layout on the network."""
+        key = (layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp, layout.ep, layout.group_shapes)
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = LayoutGroups(layout, self.network, self.software.expert_tp)
+        return found
+
+    def layer_time(self, local: LocalShape, moe: bool) -> LayerTime:
+        """Time of one layer."""
+        found = self._layers.get((local, moe))
+        if found is None:
+            found = layer_time(self.shape, local, self.device, self.network, self.software, self.overheads, moe=moe)
+            self._layers[local, moe] = found
+        return found
+
+    def layer_bytes(self, local: LocalShape, moe: bool) -> tuple[float, float]:
+        """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
+        found = self._kept.get((local, moe))
+        if found is None:
+            software, fp8 = self.software, self.device.uses_fp8
+            again = 0.0
+            if software.recompute in ("full", "elementwise", "alternate", "latent"):
+                plain = replace(software, recompute="none")
+                again = layer_activation_bytes(self.shape, local, plain, moe=moe, fp8=fp8)
+            again += activation_gradient_bytes(self.shape, local, software, moe=moe)
+            found = self._kept[local, moe] = (
+                layer_activation_bytes(self.shape, local, software, moe=moe, fp8=fp8),
+                again,
+            )
+        return found
+
+    def predict(self, layout: ParallelLayout, memory: MemoryEstimate | None = None) -> StepPrediction:
+        """Predict one step of a layout that divides the batch and the model.
+
+        `memory` is that of the same layout at another placement, if known: it does not change.
+        """
+        return _StepEstimator(self, layout).prediction(memory)
+
+    def memory(self, layout: ParallelLayout) -> MemoryEstimate:
+        """Memory of the fullest rank alone."""
+        return RankMemoryEstimator(self, layout).peak()
+
+    def memory_by_pp_rank(self, layout: ParallelLayout) -> tuple[MemoryEstimate, ...]:
+        """Memory of a rank, for every pp rank."""
+        estimator = RankMemoryEstimator(self, layout)
+        return tuple(estimator.estimate(rank) for rank in range(layout.pp))
+
+    def counts(self, layout: ParallelLayout, pp_rank: int) -> RankCounts:
+        """FLOPs and bytes sent in a step by a rank of this pp rank."""
+        return RankCounter(self, layout).count(pp_rank)
+
+
+def predict(
+    model: Model,
+    plan: Plan,
+    batch: BatchConfig,
+    cluster: Cluster,
+    software: Software = DANLU,
+    dtype: str = "bf16",
+    constants: Calibration | None = None,
+) -> StepPrediction:
+    """Predict one step of a plan: seconds by part, memory by kind."""
+    if software.recompute is None:
+        words = {"none": "none", "selective": "elementwise", "full": "full"}
+        software = replace(software, recompute=words[plan.recompute])  # type: ignore[arg-type]
+    if plan.compile:
+        software = replace(software, eager=False)
+    return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
+
+
+class _StepEstimator(LayoutShapes):
+    """Computes one prediction."""
+
+    def prediction(self, memory: MemoryEstimate | None) -> StepPrediction:
+        """Time and memory."""
+        layout = self.layout
+        kinds = {contents: self._stage(contents) for contents in set(self.stages)}
+        hops = self._p2p_times()
+        stages = [self._with_p2p(kinds[contents][0], rank, hops) for rank, contents in enumerate(self.stages)]
+        pipeline = pipeline_time(stages, layout.microbatches, layout.schedule, layout.stages_per_rank)
+        # While some ranks of a pipeline wait, those they share cores with run faster.
+        busy = layout.microbatches * sum(stage.compute for stage in stages) / layout.pp
+        pipeline = busy + max(0.0, pipeline - busy) / self.predictor.solo_speedup
+        slowest = max(range(layout.pp), key=lambda rank: stages[rank].per_microbatch)
+        parts = dict(kinds[self.stages[slowest]][1]) | {"transfer": stages[slowest].p2p}
+        for name in parts:
+            parts[name] *= layout.microbatches
+        parts["bubble"] = pipeline - layout.microbatches * stages[slowest].per_microbatch
+        ends = [self._optimizer_phase(contents, kinds[contents][0]) for contents in set(self.stages)]
+        worst = max(ends, key=lambda end: sum(end.values()))
+        parts.update(worst)
+        stage_times, chips = [stage.per_microbatch for stage in stages], layout.world // layout.pp
+        waiting = (parts["transfer"] + parts.get("gather", 0.0)) / (layout.microbatches * stage_times[slowest])
+        parts["stragglers"] = (1 - waiting) * pipeline * straggler_slowdown(stage_times, chips, self.predictor.spread)
+        parts["other"] = self.overheads.step_overhead
+        return StepPrediction(
+            seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.overheads.step_overhead,
+            parts=parts,
+            memory=memory or RankMemoryEstimator(self.predictor, layout).peak(),
+            assumptions=self.predictor.assumptions,
+        )
+
+    def _stage(self, contents: StageContents) -> tuple[StageTime, dict[str, float]]:
+        """One rank's passes of one microbatch, and their time by part."""
+        parts = dict.fromkeys(
+            ("linear", "attention", "elementwise", "recompute", "head", "tensor", "expert", "context", "waiting"), 0.0
+        )
+        forward = backward = weights = 0.0
+        ratio = 1.0
+        if self.software.recomputed_layers is not None:
+            ratio = min(1.0, self.software.recomputed_layers / self.shape.layers)
+        for count, moe in ((contents.dense, False), (contents.moe, True)):
+            if not count:
+                continue
+            time = self.predictor.layer_time(self.local, moe)
+            for once in (time.forward, time.backward):
+                _add(parts, once, count)
+            parts["recompute"] += count * ratio * time.recompute.compute
+            _add(parts, time.recompute._replace(attention=0.0, linear=0.0, elementwise=0.0), count * ratio)
+            forward += count * time.forward.total
+            backward += count * (time.backward.total + ratio * time.recompute.total)
+            weights += count * time.weight_grad
+        ends_forward, ends_backward = embedding_head_time(
+            self.shape,
+            self.local,
+            self.device,
+            self.network,
+            self.overheads,
+            embedding=contents.has_embedding,
+            head=contents.has_head,
+            predicted_ahead=self.software.mtp_layers,
+        )
+        parts["head"] += ends_forward + ends_backward
+        forward, backward = forward + ends_forward, backward + ends_backward
+        if self.software.unfused_grad_accumulation and self.layout.microbatches > 1:
+            # The new gradient in half precision is written and read, the accumulated one read and written.
+            mine = self.rank_parameters(contents)
+            moved = (mine.dense + mine.experts) * (4.0 + 2.0 * self.software.gradient_bytes)
+            parts["accumulate"] = elementwise_time(self.device, moved, 1)
+            backward += parts["accumulate"]
+        gathers = self._shard_comm(contents)
+        if gathers:
+            first, second = gathers
+            if self.software.overlap_grad_reduce:
+                first = exposed_time(first, forward, self.overheads.contention)
+                second = exposed_time(second, backward, self.overheads.contention)
+            parts["gather"] = first + second
+            forward, backward = forward + first, backward + second
+        return StageTime(forward, backward, weights), parts
+
+    def _shard_comm(self, contents: StageContents) -> tuple[float, float] | None:
+        """Traffic of sharded parameters and gradients in the passes of one microbatch, before overlap."""
+        over = self.sharding.parameters
+        every = self.reduces_every_microbatch
+        if over == "none" and not every:
+            return None
+        mine = self.rank_parameters(contents)
+        pieces = max(1, contents.layers)
+        gather = scatter = 0.0
+        for count, dense in ((mine.dense, True), (mine.experts, False)):
+            span = self.groups.shard_group(dense, over if over != "none" else self.sharding.gradients)
+            if not count or prod(span) == 1:
+                continue
+            if over != "none":
+                gather += pieces * all_gather_time(self.network, span, count * self.software.parameter_bytes / pieces)
+            if every:
+                gradients = count * self.software.gradient_bytes / pieces
+                scatter += pieces * reduce_scatter_time(self.network, span, gradients)
+                if self.sharding.gradients == "group":
+                    part = gradients / prod(span)
+                    scatter += pieces * all_reduce_time(self.network, self.groups.replicate, part)
+        # Gathers and reductions copy through buffers; a measured `unit` is two gathers and a reduction.
+        units = self._fsdp_unit_overhead(mine, contents) / 3
+        gather += units
+        if every:
+            scatter += units
+        layout = self.layout
+        if layout.reshard_after_forward:
+            # The backward pass begins with the head, so it is not freed in between.
+            kept = self.shape.vocabulary * self.shape.width / layout.tp if contents.has_head else 0.0
+            return gather, gather * (1 - kept / (mine.dense + mine.experts)) + scatter
+        if layout.microbatches > 1 and layout.pp > 1:
+            often = gathers_per_stage(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
+            gather *= min(1.0, often / layout.microbatches)
+        return gather, scatter
+
+    def _fsdp_unit_overhead(self, mine: RankParameters, contents: StageContents) -> float:
+        """Cost of FSDP beside its traffic: two gathers and a reduction of all units of a rank."""
+        if self.device.measured is None:
+            return 0.0
+        pieces = max(1, contents.layers) + contents.has_embedding + contents.has_head
+        return self.device.measured.seconds("unit", (mine.dense + mine.experts) / pieces, pieces)
+
+    def _p2p_times(self) -> tuple[float, ...]:
+        """Exposed seconds of one microbatch's transfers from every pp rank to the next, over all its stages."""
+        layout = self.layout
+        if layout.pp == 1:
+            return (0.0,)
+        stream = self.device.element_bytes * self.local.sequences * self.local.length / self.local.cp * self.shape.width
+        # Every tensor-parallel rank sends its shard, and the receivers gather it (SC 2021, section 4.1).
+        gather = 0.0 if self.software.sequence_parallel else all_gather_time(self.network, self.groups.tp, stream)
+        hidden = self.software.overlap_p2p_comm and layout.stages_per_rank > 1
+        often = (self.overheads.contention if hidden else 1.0) * layout.stages_per_rank
+        levels = [self.groups.p2p_level(rank) for rank in range(layout.pp)]
+        known = {level: often * (p2p_time(self.network, level, stream / layout.tp) + gather) for level in set(levels)}
+        return tuple(known[level] for level in levels)
+
+    def _with_p2p(self, stage: StageTime, rank: int, hops: Sequence[float]) -> StageTime:
+        """The same rank with its transfers.
+
+        The first stage receives nothing and the last sends nothing. The last rank sends to the first if that holds
+        more than the first stage.
+        """
+        layout = self.layout
+        round_trip = 0.0 if layout.schedule == "zbv" else 1 - 1 / layout.stages_per_rank
+        before = hops[rank - 1] * (1.0 if rank > 0 else round_trip)
+        after = hops[rank] * (1.0 if rank < layout.pp - 1 else round_trip)
+        sending = (2 if self.software.serial_p2p else 1) * (before + after)
+        return stage._replace(p2p=sending, p2p_next=2 * hops[rank], p2p_previous=2 * hops[rank - 1])
+
+    def _optimizer_phase(self, contents: StageContents, stage: StageTime) -> dict[str, float]:
+        """After the last microbatch: gradients between replicas, the optimizer, parameters back to replicas."""
+        mine, software = self.rank_parameters(contents), self.software
+        reduce = gather = 0.0
+        updated = 0.0
+        for count, dense in ((mine.dense, True), (mine.experts, False)):
+            if not count:
+                continue
+            replicas = self.groups.replicas(dense)
+            every = self.groups.shard_group(dense, "all")
+            gradients = count * software.gradient_bytes
+            parameters = count * software.parameter_bytes
+            over = self.sharding
+            if over.gradients == "group" and (not self.reduces_every_microbatch or replicas.per_group == 1):
+                reduce += reduce_scatter_time(self.network, self.groups.shard_group(dense, "group"), gradients)
+                reduce += all_reduce_time(self.network, self.groups.replicate, gradients / replicas.per_group)
+            elif not self.reduces_every_microbatch:
+                if over.optimizer == "none" or software.all_reduce_gradients:
+                    reduce += all_reduce_time(self.network, every, gradients)
+                else:
+                    reduce += reduce_scatter_time(self.network, every, gradients)
+            if over.parameters == "none" and over.optimizer != "none":
+                gather += all_gather_time(self.network, every, parameters)
+            updated += count / replicas.shards(over.optimizer)
+        optimizer = (
+            updated
+            * self.overheads.optimizer_bytes_moved
+            / (self.device.bandwidth * self.predictor.efficiency.memory_bandwidth)
+        )
+        if self.device.measured:
+            optimizer = self.device.measured.seconds("optimizer", updated)
+            if not self.reduces_every_microbatch:
+                reduce += self._fsdp_unit_overhead(mine, contents) / 3
+        if software.overlap_grad_reduce:
+            reduce = exposed_time(reduce, stage.backward, self.overheads.contention)
+            gather = exposed_time(gather, stage.forward, self.overheads.contention)
+        tied = 0.0
+        if self.shape.tied and self.layout.pp > 1 and (contents.has_embedding or contents.has_head):
+            table = self.shape.vocabulary * self.shape.width / self.layout.tp * software.gradient_bytes
+            tied = p2p_time(self.network, outermost_level(self.groups.pp), table)
+        return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
+
+
+def _add(parts: dict[str, float], once: PassTime, times: float) -> None:
+    parts["linear"] += times * once.linear
+    parts["attention"] += times * once.attention
+    parts["elementwise"] += times * once.elementwise
+    parts["tensor"] += times * once.tensor
+    parts["expert"] += times * once.expert
+    parts["context"] += times * once.context
+    parts["waiting"] += times * once.host_wait

@@ -1,0 +1,210 @@
+"""The dry run: build any rank of any world and take one full step, on FakeTensors and a fake process group."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from danlu.comm.fake import hold_p2p_tensors
+from danlu.comm.mesh import ParallelMesh, build_mesh
+from danlu.comm.world import World
+from danlu.dryrun.layer_extrapolation import LayerMismatchError, extrapolate_step, find_extrapolation
+from danlu.dryrun.live_memory import LiveMemoryTracker
+from danlu.dryrun.module_tracker import ModuleTracker
+from danlu.dryrun.optimizer_extrapolation import NonlinearGrowthError
+from danlu.dryrun.schedule_actions import schedule_actions
+from danlu.dryrun.step_record import StepRecord, build_trace, freeze_record
+from danlu.dryrun.step_recorder import StepRecorder
+from danlu.framework.build import ForwardBackward, build_train_state
+from danlu.framework.gradient_accumulation import GradientAccumulation
+from danlu.framework.loop import TrainStages, take_step
+from danlu.framework.moe import LocalDispatcher
+from danlu.framework.nonfinite_guard import NonFiniteGuard
+from danlu.framework.stages import FixedData
+from danlu.framework.state import TrainState
+from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics
+from danlu.parallel.expert import AllToAllDispatcher
+from danlu.parallel.pipeline import PipelineRunner
+from danlu.spec.cluster import Cluster
+from danlu.spec.plan import Plan
+from danlu.spec.recipe import Recipe, has_experts
+from danlu.spec.trace import DryRun, Trace
+from danlu.torch_compat import FakeTensorMode, skip_shape_exchange, wrap_schedule_loss
+
+COMPILE_NOTE = (
+    "`compile` is true: blocks were run eagerly, because compiled code does not run on FakeTensors. What ranks send is "
+    "the same; operators and activations are those of eager code, which keeps more of them."
+)
+
+
+def dry_run_ranks(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster | None,
+    ranks: Sequence[int],
+    all_layers: bool = False,
+    on_rank: Callable[[int], None] = lambda rank: None,
+) -> DryRun:
+    """Run one optimizer step as each of `ranks`; `on_rank` is called with each rank before it runs."""
+    traces: list[Trace] = []
+    notes: list[str] = []
+    for rank in ranks:
+        on_rank(rank)
+        traces.append(dry_run_rank(recipe, plan, cluster, rank, all_layers, notes.append))
+    return DryRun(
+        name=recipe.name,
+        cluster=cluster.name if cluster else "",
+        levels=tuple(level.name for level in cluster.levels) if cluster else (),
+        memory_limit=cluster.chip.memory if cluster else None,
+        precision=recipe.precision.label,
+        degrees=plan.degrees.model_dump(),
+        microbatches=plan.microbatches,
+        schedule=schedule_actions(plan),
+        traces=tuple(traces),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def dry_run_rank(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster | None,
+    rank: int,
+    all_layers: bool = False,
+    on_note: Callable[[str], None] = warnings.warn,
+) -> Trace:
+    """Run one optimizer step as rank `rank` of the plan's world; the trace has what it computes, sends and allocates.
+
+    Layers equal to their neighbors are extrapolated rather than run, unless `all_layers`. `on_note` gets a text where
+    the dry run differs from the real run.
+    """
+    if plan.compile:
+        on_note(COMPILE_NOTE)
+        plan = plan.model_copy(update={"compile": False})
+    with _fake_mesh(recipe, plan, cluster, rank) as mesh:
+        extrapolation = None if all_layers else find_extrapolation(recipe, plan, mesh.coordinate("pp"))
+        if extrapolation is not None:
+            try:
+                short, long = (
+                    _record_step(shortened, replace(mesh, plan=its_plan), cluster)
+                    for shortened, its_plan in (extrapolation.short, extrapolation.long)
+                )
+                return build_trace(
+                    mesh, *extrapolate_step(short, long, extrapolation), skipped_layers=extrapolation.skipped_layers
+                )
+            except (LayerMismatchError, NonlinearGrowthError) as error:
+                on_note(f"rank {rank:,}: all layers were run: equal-looking layers behave differently: {error}")
+        return build_trace(mesh, _record_step(recipe, mesh, cluster))
+
+
+@contextmanager
+def _fake_mesh(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Iterator[ParallelMesh]:
+    """The mesh of a rank in a fake process group."""
+    world = World.fake(rank, plan.degrees.world)
+    try:
+        yield build_mesh(plan, world, cluster, experts=has_experts(recipe.model))
+    finally:
+        world.shutdown()
+
+
+def _record_step(recipe: Recipe, mesh: ParallelMesh, cluster: Cluster | None) -> StepRecord:
+    """Build a rank and record one of its steps; the optimizer has its states from the start."""
+    started = time.perf_counter()
+    live = LiveMemoryTracker()
+    recorder = StepRecorder(live)
+    with hold_p2p_tensors(), ExitStack() as tensors:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        state, forward_backward = build_train_state(recipe, mesh.plan, mesh, _enter_into(tensors, fake, recorder))
+        _skip_shape_inference(forward_backward)
+        assume_balanced_routing(state)
+        _tag_state_memory(live, state)
+        tracker = ModuleTracker(state.stage_modules, live)
+        _track_passes(forward_backward, tracker)
+        recorder.start_recording(tracker)
+        with tracker.install_hooks():
+            _take_step(recipe, mesh, state, forward_backward, tracker)
+        return freeze_record(
+            recorder.record,
+            live.history(),
+            tracker.contexts,
+            cluster,
+            mesh.world.size,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _take_step(
+    recipe: Recipe, mesh: ParallelMesh, state: TrainState, forward_backward: ForwardBackward, tracker: ModuleTracker
+) -> None:
+    """Take the training loop's own step, with values in place of those that fake tensors do not have."""
+
+    def passes(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = forward_backward(tokens, targets)
+        tracker.in_optimizer = True
+        tracker.tag_gradients(state.parameters())
+        return loss
+
+    def metrics(modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool) -> StepMetrics:
+        all_reduce_metrics(modules, mesh, loss, memory, stop)
+        clipped = 2 * recipe.optimizer.clip  # a gradient that is scaled down: clipping takes part in the step
+        return StepMetrics(loss=1.0, norm=clipped, memory=0, imbalance=None, stop_requested=False)
+
+    stages = TrainStages(FixedData(_ZeroBatch(recipe, mesh)), passes, compute_metrics=metrics)
+    take_step(recipe, state, mesh, stages, NonFiniteGuard())
+
+
+class _ZeroBatch:
+    """A batch of zeros: nothing in a dry run depends on its values."""
+
+    def __init__(self, recipe: Recipe, mesh: ParallelMesh) -> None:
+        degrees = mesh.plan.degrees
+        self.rows, self.length = recipe.batch.sequences // degrees.dp, recipe.batch.length // degrees.cp
+
+    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(self.rows, self.length, dtype=torch.int64)
+        return tokens, tokens.clone()
+
+
+def _tag_state_memory(live: LiveMemoryTracker, state: TrainState) -> None:
+    for name, tensor in state.tensors().items():
+        live.tag([tensor], "parameters" if name.startswith("model.") else "optimizer")
+    for stage_module in state.stage_modules:
+        live.tag(stage_module.buffers(), "parameters")
+
+
+def _track_passes(forward_backward: ForwardBackward, tracker: ModuleTracker) -> None:
+    """Track what no module does: the loss, whose logits are often the largest activation, and backward passes."""
+    if isinstance(forward_backward, PipelineRunner):
+        wrap_schedule_loss(forward_backward.schedule, partial(tracker.as_module, "loss"))
+        for stage in forward_backward.stages:
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, name, tracker.as_backward(getattr(stage, name)))
+    elif isinstance(forward_backward, GradientAccumulation):
+        forward_backward.loss = tracker.as_module("loss", forward_backward.loss)
+
+
+@contextmanager
+def _enter_into(stack: ExitStack, *contexts: AbstractContextManager[object]) -> Iterator[None]:
+    """Enter contexts now, and exit them with `stack`."""
+    for context in contexts:
+        stack.enter_context(context)
+    yield
+
+
+def assume_balanced_routing(state: TrainState) -> None:
+    """Give every expert an equal load: the router decides by values that FakeTensors do not have."""
+    for stage_module in state.stage_modules:
+        for module in stage_module.modules():
+            if isinstance(module, LocalDispatcher | AllToAllDispatcher):
+                module.assume_balanced = True
+
+
+def _skip_shape_inference(forward_backward: ForwardBackward) -> None:
+    """Skip the collective in which pipeline ranks agree on shapes: there are no peers to answer."""
+    if isinstance(forward_backward, PipelineRunner):
+        skip_shape_exchange(forward_backward.schedule, forward_backward.stages)

@@ -1,0 +1,154 @@
+"""Between the loop and the checkpoints: when to save, what to report, and where to resume from."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from danlu.framework.stages import EventSink
+from danlu.framework.state import TrainState
+from danlu.spec.event import PreflightEvent, ResumeEvent, SaveEvent
+from danlu.spec.recipe import CheckpointConfig
+from danlu.storage.checkpoint.async_saver import SaveResult
+from danlu.storage.checkpoint.commit import CheckpointSaveError
+from danlu.storage.checkpoint.engine import CheckpointEngine, LoadVerification
+from danlu.storage.checkpoint.manifest import CorruptCheckpointError
+from danlu.storage.checkpoint.preflight import preflight
+from danlu.storage.checkpoint.reader import CheckpointUnavailableError
+
+LOAD_RETRY_DELAYS = (2.0, 10.0)
+"""Seconds between tries to read a checkpoint whose store fails."""
+
+
+@dataclass
+class CheckpointManager:
+    """Saves a run's state when it is time to, and restores it."""
+
+    checkpoints: CheckpointEngine
+    settings: CheckpointConfig
+    rank: int
+    events: EventSink
+    consecutive_failures: int = field(default=0, init=False)
+    """Saves in a row that failed."""
+    last_saved_step: int | None = field(default=None, init=False)
+    """Newest step that is known to be saved."""
+
+    def resume(self, state: TrainState) -> bool:
+        """Resume from the newest intact checkpoint; a corrupt one is quarantined. Whether there was one."""
+        while (step := self.checkpoints.latest_step()) is not None:
+            try:
+                scalars, verified = self._load(step, state)
+            except CorruptCheckpointError as error:
+                self.events.warn(f"{error}; it is quarantined, and the previous checkpoint is used")
+                if self.rank == 0:
+                    self.checkpoints.checkpoint_dir.quarantine(step)
+                continue
+            state.restore_scalars(scalars)
+            self.last_saved_step = step
+            for line in self.checkpoints.repairs:
+                self.events.warn(line)
+            self.checkpoints.repairs.clear()
+            now = {axis: degree for axis, degree in self.checkpoints.layout.items() if degree > 1}
+            was = {axis: degree for axis, degree in verified.saved_layout.items() if degree > 1}
+            self.events.write(
+                ResumeEvent(
+                    time=time.time(), step=step, was=was, now=now, tensors=verified.tensors_verified,
+                    saved=verified.tensors_saved, bytes=verified.bytes, samples=state.cursor,
+                )
+            )  # fmt: skip
+            return True
+        return False
+
+    def _load(self, step: int, state: TrainState) -> tuple[dict[str, Any], LoadVerification]:
+        """Load a checkpoint; a store that fails is retried, since that says nothing about what it holds."""
+        for pause in (*LOAD_RETRY_DELAYS, None):
+            try:
+                return self.checkpoints.load(step, state.tensors())
+            except CheckpointUnavailableError as error:
+                if pause is None:
+                    raise CheckpointUnavailableError(
+                        f"{error}; resume when the store is reachable: step {step} may be intact"
+                    ) from None
+                self.events.warn(f"{error}; trying again in {pause:g} s")
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    def preflight(self, state: TrainState, *, first_on_host: bool, between_failures: float | None) -> None:
+        """Check before the first step that saves work, and report their cost; raises `PreflightError` if not."""
+        found = preflight(self.checkpoints, state.tensors(), first_on_host=first_on_host)
+        self.events.write(
+            PreflightEvent(
+                time=time.time(), bytes=found.bytes, seconds=found.seconds, stall=found.stall, free=found.free_bytes,
+                bandwidth=found.bandwidth, memory=found.host_memory_bytes,
+                interval=None if between_failures is None else found.optimal_interval(between_failures),
+            )
+        )  # fmt: skip
+
+    def save_if_due(self, state: TrainState, last: bool) -> bool:
+        """Save every so many steps in the background, and the last step before returning; whether it was time to."""
+        self._report_results()
+        every = self.settings.every
+        if last:
+            self._save_last(state)
+        elif every and state.step % every == 0:
+            self.checkpoints.async_save(state.step, _tensors_with_cloned_buffers(state), state.scalars(), overlap=True)
+            self._report_results()
+        else:
+            return False
+        return True
+
+    @property
+    def too_many_failures(self) -> bool:
+        """Whether so many saves in a row have failed that the run is to stop."""
+        return 0 < self.settings.stop_after <= self.consecutive_failures
+
+    def wait_for_staging(self) -> None:
+        """Return when no tensor of the state is being copied any more."""
+        self.checkpoints.wait_for_staging()
+
+    def close(self) -> None:
+        """Wait for saves in flight, and report their results."""
+        self.checkpoints.close()
+        self._report_results()
+
+    def _save_last(self, state: TrainState) -> None:
+        self.checkpoints.wait_for_saves()
+        self._report_results()
+        try:
+            self._report_result(self.checkpoints.save(state.step, state.tensors(), state.scalars()))
+        except CheckpointSaveError as error:
+            raise CheckpointSaveError(f"{error}; steps after {self.last_saved_step or 0} are not saved") from None
+
+    def _report_results(self) -> None:
+        for result in self.checkpoints.pop_results():
+            self._report_result(result)
+        for notice in self.checkpoints.pop_warnings():
+            self.events.warn(notice)
+
+    def _report_result(self, result: SaveResult) -> None:
+        if result.error:
+            since = f"the newest is of step {self.last_saved_step}" if self.last_saved_step else "there is none yet"
+            self.consecutive_failures += 1
+            row = f"; {self.consecutive_failures} in a row have failed" if self.consecutive_failures > 1 else ""
+            limit = f", the run stops after {self.settings.stop_after}" if row and self.settings.stop_after else ""
+            message = f"saving the checkpoint of step {result.step} failed: {result.error}; {since}"
+            self.events.warn(f"{message}{row}{limit}")
+            return
+        self.consecutive_failures = 0
+        if result.post_commit_error:
+            self.events.warn(f"step {result.step} is saved, but {result.post_commit_error}")
+        self.last_saved_step = result.step
+        name = result.path.rpartition("/")[2]
+        self.events.write(
+            SaveEvent(time=time.time(), step=result.step, path=name, seconds=result.seconds, stall=result.stall)
+        )
+
+
+def _tensors_with_cloned_buffers(state: TrainState) -> dict[str, Tensor]:
+    """The state's tensors; buffers, which a forward may change while the copy goes on, as they are now."""
+    steady = {f"model.{name}" for name, _ in state.named_parameters()}
+    return {
+        name: tensor if name in steady or name.startswith("optimizer.") else tensor.clone()
+        for name, tensor in state.tensors().items()
+    }

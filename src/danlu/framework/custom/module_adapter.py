@@ -1,0 +1,99 @@
+"""A user's module as `apply_parallelism` sees it: its layers, its tensor-parallel plan, what FSDP gathers together."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from danlu.comm.mesh import ParallelMesh
+from danlu.framework.custom.construct import CustomModelError
+from danlu.framework.custom.module_structure import ModuleStructure, has_parameters, tied_parameters
+from danlu.memory.recompute import RecomputeRegion
+from danlu.parallel.fsdp import FsdpUnit
+from danlu.parallel.tensor import TPStyle, apply_tp
+from danlu.spec.plan import Plan
+from danlu.spec.problem import suggest_name
+from danlu.spec.recipe import PrecisionConfig
+
+
+class ModuleAdapter:
+    """Any module with a list of layers; `called` names the modules around them that its forward calls as modules."""
+
+    root = ""
+
+    def __init__(
+        self, structure: ModuleStructure, tp_plan: Mapping[str, TPStyle], called: Collection[str] = frozenset()
+    ) -> None:
+        self.structure, self.tp_plan, self.called = structure, tp_plan, called
+
+    def apply_model_parallel(self, stage_module: nn.Module, mesh: ParallelMesh) -> None:
+        """Shard matrices over `tp`, as the plan of the recipe or of the module itself says."""
+        if mesh.tp_mesh is not None:
+            _apply_tp(stage_module, self.tp_plan, mesh.tp_mesh)
+
+    def blocks(self, stage_module: nn.Module) -> list[nn.Module]:
+        """The layers of a stage module."""
+        return list(self.structure.layers_in(stage_module).values())
+
+    def recompute_regions(
+        self, stage_module: nn.Module, mode: Literal["selective", "full"]
+    ) -> Iterator[RecomputeRegion]:
+        """Entire layers, which may draw random numbers (dropout)."""
+        return (RecomputeRegion(block, uses_rng=True) for block in self.blocks(stage_module))
+
+    def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
+        """Layers; then called modules around them, unless they share parameters with others."""
+        return _fsdp_units(stage_module, self.structure, mesh, self.called)
+
+
+def _apply_tp(stage_module: nn.Module, styles: Mapping[str, TPStyle], mesh: DeviceMesh) -> None:
+    """Apply tensor parallelism to those of the named modules that a stage module has kept."""
+    kept = {name for name, module in stage_module.named_modules() if has_parameters(module)}
+    tied = tied_parameters(stage_module)
+    apply_tp(stage_module, {name: style for name, style in styles.items() if name in kept}, mesh)
+    retie_parameters(stage_module, tied)
+
+
+def check_precision_patterns(structure: ModuleStructure, precision: PrecisionConfig) -> None:
+    """Raise `CustomModelError` if a pattern of `precision.layers` matches no module."""
+    names = [*structure.blocks, *structure.outer_modules, ""]
+    for index, group in enumerate(precision.layers):
+        if not any(fnmatchcase(name, group.match) for name in names):
+            key = f"precision.layers[{index}].match"
+            raise CustomModelError(
+                key, f'is "{group.match}", which matches no module', suggest_name(group.match, names)
+            )
+
+
+def check_layer_list(structure: ModuleStructure, plan: Plan) -> None:
+    """Raise `CustomModelError` if recompute or compile is set and the module has no list of layers."""
+    asked = {"recompute": plan.recompute != "none", "compile": plan.compile}
+    for key, wanted in asked.items():
+        if wanted and not structure.blocks:
+            raise CustomModelError(
+                key,
+                "works layer by layer, but the module has no list of layers",
+                "keep the layers in an nn.ModuleList, or remove it from the plan",
+            )
+
+
+def _fsdp_units(
+    stage_module: nn.Module, structure: ModuleStructure, mesh: ParallelMesh, called: Collection[str]
+) -> Iterator[FsdpUnit]:
+    """FSDP units: every layer, and every called module around them that shares no parameter."""
+    for name, block in structure.layers_in(stage_module).items():
+        yield FsdpUnit(name, block, mesh.fsdp_mesh)
+    shared = [name for names in tied_parameters(stage_module) for name in names]
+    for name, module in structure.outer_modules_in(stage_module).items():
+        if name in called and not any(each.startswith(f"{name}.") for each in shared):
+            yield FsdpUnit(name, module, mesh.fsdp_mesh)
+
+
+def retie_parameters(stage_module: nn.Module, tied: Iterable[list[str]]) -> None:
+    """Tie parameters again that were tied before they were replaced."""
+    for first, *others in tied:
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(stage_module.get_submodule(owner), attribute, stage_module.get_parameter(first))

@@ -1,0 +1,88 @@
+"""How the decoder's modules are placed on the mesh: data beside the model, used by `DecoderAdapter`."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from torch import nn
+
+from danlu.comm.mesh import ParallelMesh
+from danlu.framework.moe import MoeLayer
+from danlu.framework.transformer import Decoder
+from danlu.memory.recompute import RecomputeRegion
+from danlu.parallel.fsdp import FsdpUnit
+from danlu.parallel.tensor import TPStyle
+
+
+def decoder_tp_plan(stage_module: Decoder) -> dict[str, TPStyle]:
+    """The tensor-parallel style of every module that has one."""
+    placements: dict[str, TPStyle] = {}
+    if stage_module.embed is not None:
+        placements["embed.token"] = "vocabulary"
+        if stage_module.embed.position is not None:
+            placements["embed.position"] = "vocabulary"
+    for layer, block in stage_module.blocks.items():
+        name = f"blocks.{layer}"
+        placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
+        placements |= {f"{name}.attention": "gather", f"{name}.attention.o": "row"}
+        placements |= {f"{name}.attention.{projection}": "column" for projection in "qkv"}
+        norms = [norm for norm in ("q_norm", "k_norm") if getattr(block.attention, norm) is not None]
+        placements |= {f"{name}.attention.{norm}": "heads" for norm in norms}
+        mlp = block.get_submodule("mlp")
+        if isinstance(mlp, MoeLayer):
+            placements[f"{name}.mlp.router.gate"] = "sequence"
+            if mlp.shared is not None:
+                placements |= _mlp_placements(f"{name}.mlp.shared", mlp.shared)
+        else:
+            placements |= _mlp_placements(f"{name}.mlp", mlp)
+    if stage_module.head is not None:
+        placements |= {"head.norm": "sequence", "head.score": "logits"}
+    return placements
+
+
+def _mlp_placements(name: str, mlp: nn.Module) -> dict[str, TPStyle]:
+    placements: dict[str, TPStyle] = {name: "gather", f"{name}.up": "column", f"{name}.down": "row"}
+    if dict(mlp.named_children()).get("gate") is not None:
+        placements[f"{name}.gate"] = "column"
+    return placements
+
+
+def decoder_fsdp_units(stage_module: Decoder, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
+    """The modules whose parameters are gathered together, inner ones first.
+
+    A tied embedding is used by both ends of the model, so it stays with the root.
+    """
+    for layer, block in stage_module.blocks.items():
+        mlp = block.get_submodule("mlp")
+        if isinstance(mlp, MoeLayer):
+            assert mesh.expert_fsdp_mesh is not None
+            yield FsdpUnit(f"blocks.{layer}.mlp.experts", mlp.experts, mesh.expert_fsdp_mesh)
+        yield FsdpUnit(f"blocks.{layer}", block, mesh.fsdp_mesh)
+    if not stage_module.tied:
+        if stage_module.embed is not None:
+            yield FsdpUnit("embed", stage_module.embed, mesh.fsdp_mesh)
+        if stage_module.head is not None:
+            yield FsdpUnit("head", stage_module.head, mesh.fsdp_mesh, keep_unsharded=True)
+
+
+def decoder_recompute_regions(stage_module: Decoder, mode: Literal["selective", "full"]) -> Iterator[RecomputeRegion]:
+    """What recompute wraps: full blocks, or the modules around the experts of one.
+
+    Selective recompute requires the same operations the second time. An MoE layer gathers its experts' parameters
+    inside the block, and the second time they are already there, so its block is recomputed in several regions.
+    """
+    for block in stage_module.blocks.values():
+        mlp = block.get_submodule("mlp")
+        if mode == "selective" and isinstance(mlp, MoeLayer):
+            yield RecomputeRegion(block, "attention_residual")
+            yield RecomputeRegion(mlp.experts)
+            if mlp.shared is not None:
+                yield RecomputeRegion(mlp.shared)
+        else:
+            yield RecomputeRegion(block)
+
+
+def moe_layers(stage_module: Decoder) -> Iterator[MoeLayer]:
+    """Every MoE layer of a stage module."""
+    for module in stage_module.modules():
+        if isinstance(module, MoeLayer):
+            yield module

@@ -1,1 +1,0 @@
-"""Models that users bring: any `nn.Module`, looked at rather than rewritten."""

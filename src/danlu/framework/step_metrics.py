@@ -1,0 +1,88 @@
+"""Loss, norm, memory and expert load of a step, over all ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from danlu.comm.mesh import ParallelMesh
+from danlu.framework.moe import Router
+from danlu.parallel.grad_norm import local_squared_norm
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Global metrics of one step, the same on every rank."""
+
+    loss: float
+    norm: float
+    memory: int
+    imbalance: float | None
+    stop_requested: bool
+    """A rank was asked to stop."""
+
+
+def compute_step_metrics(
+    modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool
+) -> StepMetrics:
+    """Metrics of one step over all ranks, which hold `modules`; `loss` is this rank's share of the mean."""
+    shares, largest = all_reduce_metrics(modules, mesh, loss, memory, stop)
+    total_loss, square, total_uneven, total_layers, stops = shares.tolist()
+    return StepMetrics(
+        loss=total_loss,
+        norm=square**0.5,
+        memory=int(largest),
+        imbalance=total_uneven / total_layers if total_layers else None,
+        stop_requested=stops > 0,
+    )
+
+
+def all_reduce_metrics(
+    modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool
+) -> tuple[Tensor, Tensor]:
+    """Add up the ranks' shares of loss, squared norm and expert load, and take their largest memory.
+
+    Three small all-reduces, which are not waited for before the values are read.
+    """
+    modules = list(modules)
+    uneven, layers = _expert_load(modules, mesh)
+    stage_ranks = mesh.plan.degrees.ranks_per_stage
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    shares = torch.stack(
+        [
+            loss.float() / mesh.size("tp"),  # ranks of one tp group computed the same loss
+            local_squared_norm(parameters, stage_ranks, mesh.device),
+            uneven / stage_ranks,
+            torch.tensor(layers / stage_ranks, device=mesh.device),
+            torch.tensor(float(stop), device=mesh.device),
+        ]
+    )
+    largest = torch.tensor(float(memory), device=mesh.device)
+    mesh.world.all_reduce(shares)
+    mesh.world.all_reduce(largest, "max")
+    return shares, largest
+
+
+def update_router_biases(modules: Iterable[nn.Module]) -> None:
+    """Adapt the bias of every router that balances by bias to the load of the step that was just measured."""
+    for router in _routers(modules):
+        router.update_bias()
+
+
+def _routers(modules: Iterable[nn.Module]) -> list[Router]:
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, Router)]
+
+
+def _expert_load(modules: Iterable[nn.Module], mesh: ParallelMesh) -> tuple[Tensor, int]:
+    """Give every router its global load; the sum of their imbalances (max over mean), and how many there are."""
+    routers = _routers(modules)
+    if not routers:
+        return torch.zeros((), device=mesh.device), 0
+    loads_LE = torch.stack([router.pop_load() for router in routers])
+    if group := mesh.group("replicate", "shard", "cp", "tp"):
+        dist.all_reduce(loads_LE, group=group)
+    for router, load_E in zip(routers, loads_LE, strict=True):
+        router.step_load_E = load_E
+    return (loads_LE.amax(1) / loads_LE.mean(1)).sum(), len(routers)

@@ -1,0 +1,163 @@
+"""A request to the planner: a recipe, a cluster, a number of chips, and constraints on the search."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from danlu.spec.cluster import Cluster
+from danlu.spec.load import ParsedSpec
+from danlu.spec.model import Model
+from danlu.spec.plan import DENSE_AXES
+from danlu.spec.problem import suggest_name
+from danlu.spec.recipe import ComputeDtype, Recipe
+from danlu.spec.toml import TomlDocument
+
+KNOBS = (*DENSE_AXES, "ep", "microbatches", "microbatch", "schedule", "virtual", "recompute", "reshard")
+"""What a search varies: degrees; microbatches, or sequences per microbatch; schedule and stages per rank; recompute;
+whether gathered parameters are freed after the forward pass."""
+SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
+"""Schedules searched. `gpipe` is skipped: it takes as long as `1f1b` and holds at least as many microbatches."""
+RECOMPUTE_MODES = ("none", "selective", "full")
+STAGES_PER_RANK = (2, 3, 4, 6, 8)
+"""Stages per rank that are searched for looped schedules."""
+MEMORY_RESERVE = 0.03
+"""Default share of a chip's memory that is kept free for what the formulas do not cover."""
+
+
+class PlanRequestError(ValueError):
+    """The request is invalid; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class SearchConstraints:
+    """Knobs fixed to some values, and values that are excluded."""
+
+    allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def allows(self, knob: str, value: object) -> bool:
+        """Whether a knob may have this value."""
+        text = str(value).lower()
+        return text in self.allowed.get(knob, (text,)) and text not in self.excluded.get(knob, ())
+
+
+def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -> SearchConstraints:
+    """Parse `tp=8,pp=4` and `pp,zbv`; several values of one knob are joined by `|`. `option` is the user's option."""
+    fixed: dict[str, frozenset[str]] = {}
+    for word in _words(fix):
+        knob, _, values = word.partition("=")
+        knob = knob.strip()
+        if knob not in KNOBS:
+            raise PlanRequestError(
+                f'{option}: "{word}" must be a knob and its value, such as tp=8: {suggest_name(knob, [*KNOBS])}'
+            )
+        if knob in fixed:
+            both = "|".join([*sorted(fixed[knob], key=_as_number), values])
+            raise PlanRequestError(f"{option} names {knob} twice: write {knob}={both} for either of them")
+        fixed[knob] = _values(option, knob, values)
+    excluded: dict[str, frozenset[str]] = {}
+    for word in _words(without):
+        if word in (*DENSE_AXES, "ep"):
+            if word in fixed:
+                raise PlanRequestError(f"--fix and --without both name {word}: --without {word} is --fix {word}=1")
+            fixed[word] = frozenset({"1"})
+        elif word in SEARCHED_SCHEDULES:
+            excluded["schedule"] = excluded.get("schedule", frozenset()) | {word}
+        elif word in RECOMPUTE_MODES:
+            excluded["recompute"] = excluded.get("recompute", frozenset()) | {word}
+        else:
+            known = [*DENSE_AXES, "ep", *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
+            raise PlanRequestError(
+                f'--without: "{word}" is neither an axis, a schedule nor a recompute: {suggest_name(word, known)}'
+            )
+    return SearchConstraints(fixed, excluded)
+
+
+_NAMED = {"schedule": SEARCHED_SCHEDULES, "recompute": RECOMPUTE_MODES, "reshard": ("true", "false")}
+"""Knobs whose values are names."""
+
+
+def _values(option: str, knob: str, text: str) -> frozenset[str]:
+    """The values given for one knob, after checking that each is valid."""
+    words = [value.strip().lower() for value in text.split("|")]
+    example = " or ".join(_NAMED[knob]) if knob in _NAMED else "N"
+    for word in words:
+        if not word:
+            raise PlanRequestError(f"{option}: {knob} has no value: write {knob}={example}")
+        if knob in _NAMED and word not in _NAMED[knob]:
+            raise PlanRequestError(f"{option}: {knob}={word}: must be {example}: {suggest_name(word, [*_NAMED[knob]])}")
+        if knob not in _NAMED and not (word.isdecimal() and int(word)):
+            raise PlanRequestError(f"{option}: {knob}={word}: must be an integer of 1 or more: write {knob}=N")
+    return frozenset(words)
+
+
+def _as_number(text: str) -> tuple[int, str]:
+    return (int(text) if text.isdecimal() else 0, text)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Which layout is best for this recipe on this many chips of this cluster?"""
+
+    recipe: Recipe
+    cluster: Cluster
+    chips: int
+    constraints: SearchConstraints = SearchConstraints()
+    reserve: float = MEMORY_RESERVE
+    """Share of a chip's memory to keep free."""
+    expert_imbalance: float = 1.0
+    """Tokens of the fullest expert rank over the mean."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe.model, Model):
+            raise PlanRequestError(
+                f'the model "{self.recipe.model.name}" is a custom module, which the cost model cannot price: '
+                "describe it by its shape under [model], or choose its layout by hand"
+            )
+        if not 1 <= self.chips <= self.cluster.chips:
+            raise PlanRequestError(
+                f'{self.chips:,} chips were requested, but "{self.cluster.name}" has {self.cluster.chips:,}: '
+                f"--chips {self.cluster.chips} or fewer"
+            )
+        if self.expert_imbalance > 1 and not self.model.moe:
+            raise PlanRequestError(
+                f'--imbalance has no effect: the model "{self.model.name}" has no experts; omit the option, or '
+                "add a table [model.moe]"
+            )
+        if self.dtype not in self.cluster.chip.peak:
+            known = " or ".join(f'"{name}"' for name in ("fp32", "bf16") if name in self.cluster.chip.peak)
+            raise PlanRequestError(
+                f'the recipe computes in {self.dtype}, but the chip of "{self.cluster.name}" states no peak for it, so '
+                f"its speed cannot be predicted: [precision] compute = {known}, or add {self.dtype} to the "
+                "cluster's [chip.peak]"
+            )
+
+    @property
+    def model(self) -> Model:
+        """The shape of the model."""
+        return self.recipe.decoder
+
+    @property
+    def dtype(self) -> ComputeDtype:
+        """Precision of compute."""
+        return self.recipe.precision.compute
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of one chip in that precision."""
+        return self.cluster.chip.peak[self.dtype]
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of one chip that a plan may use."""
+        return self.cluster.chip.memory * (1 - self.reserve)
+
+    @cached_property
+    def parsed_recipe(self) -> ParsedSpec[Recipe]:
+        """The recipe in the form that the rules of `spec` read."""
+        return ParsedSpec(self.recipe, TomlDocument(Path("recipe"), {}, {}))

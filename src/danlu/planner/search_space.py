@@ -1,0 +1,242 @@
+"""Every layout that the runtime accepts for a request: the rules of `spec` decide, this file only enumerates.
+
+A layout is checked in three steps, because a rule sees only some of the knobs: degrees, the pipeline with its
+recompute and resharding, and the microbatches. The result of each step is cached.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
+from danlu.spec.divisors import divisors
+from danlu.spec.load import ParsedSpec
+from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, PipelineConfig, PipelineSchedule, Plan, split_layers_evenly
+from danlu.spec.problem import Problem
+from danlu.spec.rules.batch import microbatches_fill_the_pipeline
+from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
+from danlu.spec.rules.shape import SHAPE_RULES
+from danlu.spec.toml import TomlDocument
+
+PlanRecompute = Literal["none", "selective", "full"]
+LIGHTER_ENDS = ((0, 1), (1, 1))
+"""Searched reductions of the first and last stage, in layers: embedding, head and loss cost time and memory too."""
+
+
+class ShapeKnobs(NamedTuple):
+    """What sets the compute of a step: sharding of matrices, sequences, layers and experts, and the microbatches."""
+
+    pp: int
+    cp: int
+    tp: int
+    ep: int
+    dp: int
+    """`replicate` × `shard`."""
+    microbatches: int
+
+
+class ScheduleKnobs(NamedTuple):
+    """The pipeline schedule of a shape, and its recompute."""
+
+    schedule: PipelineSchedule
+    stages_per_rank: int
+    recompute: PlanRecompute
+    stage_layers: tuple[int, ...] = ()
+    """Of every stage; as even as possible when empty."""
+
+
+class DataKnobs(NamedTuple):
+    """How states are sharded over the data-parallel ranks."""
+
+    replicate: int
+    shard: int
+    reshard_after_forward: bool
+
+
+class Candidate(NamedTuple):
+    """One layout, before its axes are placed on the network."""
+
+    shape: ShapeKnobs
+    schedule: ScheduleKnobs
+    data: DataKnobs
+
+    @property
+    def degrees(self) -> Degrees:
+        """Ranks along every axis."""
+        shape, data = self.shape, self.data
+        return Degrees(pp=shape.pp, replicate=data.replicate, shard=data.shard, cp=shape.cp, tp=shape.tp, ep=shape.ep)
+
+    def plan(self, mapping: dict[str, dict[str, int]] | None = None) -> Plan:
+        """The layout as a plan; defaults are omitted."""
+        shape, schedule = self.shape, self.schedule
+        usual = shape.pp == 1
+        return Plan(
+            degrees=self.degrees,
+            mapping=mapping or {},  # type: ignore[arg-type]
+            microbatches=shape.microbatches,
+            pipeline=_pipeline(schedule) if shape.pp > 1 else PipelineConfig(),
+            recompute=schedule.recompute,
+            reshard_after_forward=None if self.data.reshard_after_forward == usual else self.data.reshard_after_forward,
+        )
+
+
+def candidate_from_plan(plan: Plan) -> Candidate:
+    """The layout of a plan, without its placement on the network."""
+    degrees, pipeline = plan.degrees, plan.pipeline
+    shape = ShapeKnobs(degrees.pp, degrees.cp, degrees.tp, degrees.ep, degrees.dp, plan.microbatches)
+    schedule = ScheduleKnobs(pipeline.schedule, pipeline.stages_per_rank, plan.recompute, tuple(pipeline.layers))
+    return Candidate(shape, schedule, DataKnobs(degrees.replicate, degrees.shard, plan.resolved_reshard_after_forward))
+
+
+class SearchSpace:
+    """The layouts of one request."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self._recipe = request.parsed_recipe
+        self.shape_problem = lru_cache(maxsize=None)(self._shape_problem)
+        self.stage_problem = lru_cache(maxsize=None)(self._stage_problem)
+        self.microbatch_problem = lru_cache(maxsize=None)(self._fill_problem)
+        self.schedules = lru_cache(maxsize=None)(lambda pp: tuple(self._schedules(pp)))
+        self._filled = lru_cache(maxsize=None)(self._filled_schedules)
+        self._data_splits = lru_cache(maxsize=None)(
+            lambda shape, schedule: tuple(self._all_data_splits(shape, schedule))
+        )
+
+    def shapes(self) -> Iterator[ShapeKnobs]:
+        """Every way to shard matrices, sequences, layers, experts and the batch."""
+        request, allow = self.request, self.request.constraints.allows
+        world, sequences = request.chips, request.recipe.batch.sequences
+        for tp in divisors(world):
+            if not allow("tp", tp) or self.shape_problem(tp, 1, 1, 1):
+                continue
+            for cp in divisors(world // tp):
+                if not allow("cp", cp) or self.shape_problem(tp, cp, 1, 1):
+                    continue
+                for pp in divisors(world // tp // cp):
+                    dp = world // tp // cp // pp
+                    if not allow("pp", pp) or sequences % dp or not self.schedules(pp):
+                        continue
+                    for ep in self._expert_degrees(dp, cp, tp):
+                        shape = ShapeKnobs(pp, cp, tp, ep, dp, 1)
+                        for number in self.microbatches(shape):
+                            yield shape._replace(microbatches=number)
+
+    def _schedules(self, pp: int) -> Iterator[ScheduleKnobs]:
+        """Every schedule for this many pipeline ranks, with every recompute mode."""
+        allow = self.request.constraints.allows
+        for schedule in SEARCHED_SCHEDULES if pp > 1 else ("1f1b",):
+            if pp > 1 and not allow("schedule", schedule):
+                continue
+            for virtual in STAGES_PER_RANK if schedule in LOOPED_SCHEDULES else (1,):
+                if not allow("virtual", virtual):
+                    continue
+                for recompute, layers in product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual)):
+                    knobs = ScheduleKnobs(schedule, virtual, recompute, layers)  # type: ignore[arg-type]
+                    if allow("recompute", recompute) and not self.stage_problem(pp, knobs, False):
+                        yield knobs
+
+    def _stage_layer_counts(self, stages: int) -> list[tuple[int, ...]]:
+        """Layers per stage: as even as possible, and with fewer next to the head, or next to both ends."""
+        splits: list[tuple[int, ...]] = [()]
+        layers = self.request.model.layers
+        if 1 < stages < layers:
+            even = split_layers_evenly(layers, stages)
+            lighter = dict.fromkeys(_lighter_ends(layers, stages, *spared) for spared in LIGHTER_ENDS)
+            splits += [split for split in lighter if split != even]
+        return splits
+
+    def schedules_of(self, shape: ShapeKnobs) -> tuple[ScheduleKnobs, ...]:
+        """Every schedule that the microbatches of a shape can fill."""
+        return self._filled(shape.pp, shape.microbatches)
+
+    def _filled_schedules(self, pp: int, microbatches: int) -> tuple[ScheduleKnobs, ...]:
+        return tuple(
+            schedule
+            for schedule in self.schedules(pp)
+            if not self.microbatch_problem(pp, schedule.schedule, schedule.stages_per_rank, microbatches)
+        )
+
+    def data_splits(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> tuple[DataKnobs, ...]:
+        """Every way to shard states over the data-parallel ranks."""
+        return self._data_splits(shape._replace(microbatches=1), schedule)
+
+    def _all_data_splits(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> Iterator[DataKnobs]:
+        allow = self.request.constraints.allows
+        for shard in divisors(shape.dp):
+            data = DataKnobs(shape.dp // shard, shard, False)
+            if not allow("shard", shard) or not allow("replicate", data.replicate):
+                continue
+            if self.shape_problem(shape.tp, shape.cp, shape.ep, shard):
+                continue
+            for reshards in (True, False):
+                if allow("reshard", reshards) and not self.stage_problem(shape.pp, schedule, reshards):
+                    yield data._replace(reshard_after_forward=reshards)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every layout, one after another; only for small spaces."""
+        for shape in self.shapes():
+            for schedule in self.schedules_of(shape):
+                for data in self.data_splits(shape, schedule):
+                    yield Candidate(shape, schedule, data)
+
+    def _expert_degrees(self, dp: int, cp: int, tp: int) -> Iterator[int]:
+        moe = self.request.model.moe
+        experts = moe.experts if moe else 1
+        for ep in divisors(experts):
+            if (
+                (dp * cp * tp) % ep == 0
+                and self.request.constraints.allows("ep", ep)
+                and not self.shape_problem(tp, cp, ep, dp)
+            ):
+                yield ep
+
+    def microbatches(self, shape: ShapeKnobs) -> list[int]:
+        """Numbers of microbatches that divide a rank's share of the batch, fewest first."""
+        held, allow = self.request.recipe.batch.sequences // shape.dp, self.request.constraints.allows
+        return [n for n in divisors(held) if allow("microbatches", n) and allow("microbatch", held // n)]
+
+    def _shape_problem(self, tp: int, cp: int, ep: int, shard: int) -> Problem | None:
+        """The first problem that the rules find with degrees that shard the model."""
+        plan = _without_file(Plan(degrees=Degrees(tp=tp, cp=cp, ep=ep, shard=shard)))
+        return next((problem for rule in SHAPE_RULES for problem in rule(self._recipe, plan)), None)
+
+    def _stage_problem(self, pp: int, schedule: ScheduleKnobs, reshards: bool) -> Problem | None:
+        """The first problem that the rules find with a pipeline."""
+        plan = _without_file(
+            Plan(
+                degrees=Degrees(pp=pp),
+                pipeline=_pipeline(schedule),
+                recompute=schedule.recompute,
+                reshard_after_forward=reshards,
+            )
+        )
+        problems = (problem for rule in STAGE_RULES for problem in rule(plan))
+        problem = next(problems, None)
+        return problem or next((found for rule in PIPELINE_RULES for found in rule(self._recipe, plan)), None)
+
+    def _fill_problem(self, pp: int, schedule: PipelineSchedule, virtual: int, microbatches: int) -> Problem | None:
+        """The first problem that the rules find with a number of microbatches."""
+        pipeline = PipelineConfig(schedule=schedule, stages_per_rank=virtual)
+        plan = _without_file(Plan(degrees=Degrees(pp=pp), pipeline=pipeline, microbatches=microbatches))
+        return next(microbatches_fill_the_pipeline(self._recipe, plan), None)
+
+
+def _lighter_ends(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Even stages, except that the first and the last hold this many layers fewer."""
+    counts = list(split_layers_evenly(layers + first + last, stages))
+    counts[0] -= first
+    counts[-1] -= last
+    return tuple(counts)
+
+
+def _pipeline(schedule: ScheduleKnobs) -> PipelineConfig:
+    return PipelineConfig(
+        schedule=schedule.schedule, stages_per_rank=schedule.stages_per_rank, layers=schedule.stage_layers
+    )
+
+
+def _without_file(plan: Plan) -> ParsedSpec[Plan]:
+    return ParsedSpec(plan, TomlDocument(Path("plan"), {}, {}))

@@ -1,0 +1,97 @@
+"""Read events as they are written: every call returns the new ones since the last."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from danlu.spec import Event, Problem
+from danlu.spec.event import parse_event, parse_events
+from danlu.spec.problem import problem_at
+
+MAX_PROBLEMS = 200
+"""Invalid lines after which reading stops."""
+_READ_BYTES = 1 << 20
+"""Bytes per read; longer than any event."""
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Pause the garbage collector, which would walk a million new events again and again: half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class EventTail:
+    """Reads a growing `events.jsonl` from where it stopped; a line still being written waits for the next call.
+
+    An invalid line does not stop the reader, because the run continues all the same: it is recorded in `problems`
+    for the report.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[Problem] = []
+        self._offset = 0
+        self._line = 0
+
+    def poll(self) -> list[Event]:
+        """Every complete event written since the last call; none while the file does not exist."""
+        if not self.path.is_file():
+            return []
+        events: list[Event] = []
+        with _without_gc(), self.path.open("rb") as file:
+            file.seek(self._offset)
+            while len(self.problems) <= MAX_PROBLEMS and (fresh := file.read(_READ_BYTES)):
+                complete = fresh[: fresh.rfind(b"\n") + 1]
+                if not complete and len(fresh) == _READ_BYTES:
+                    complete = fresh  # longer than any event
+                self._offset += len(complete)
+                events += self._parse_all(complete.splitlines())
+                if len(self.problems) >= MAX_PROBLEMS:
+                    self._give_up()
+                    return events
+                if len(fresh) < _READ_BYTES:
+                    break
+                file.seek(self._offset)
+        return events
+
+    def _parse_all(self, lines: list[bytes]) -> list[Event]:
+        """The events among these lines, up to where too many are invalid."""
+        try:
+            events = parse_events(lines)
+            self._line += len(lines)
+        except ValidationError:
+            events = []
+            for line in lines:
+                if (event := self._parse(line)) is not None:
+                    events.append(event)
+                elif len(self.problems) >= MAX_PROBLEMS:
+                    break
+        return events
+
+    def _give_up(self) -> None:
+        """A file with so many invalid lines is not an event file: reading on is useless."""
+        message = f"follows {MAX_PROBLEMS:,} invalid lines: reading stopped"
+        self.problems.append(
+            problem_at(self.path, self._line + 1, "line", message, "is it the file of a run's events?")
+        )
+
+    def _parse(self, line: bytes) -> Event | None:
+        self._line += 1
+        try:
+            return parse_event(line)
+        except ValidationError as error:
+            detail = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            key = ".".join(str(item) for item in detail["loc"]) or "line"
+            message = f"is not an event: {detail['msg']}"
+        hint = "this line is missing from the report; the rest is complete"
+        self.problems.append(problem_at(self.path, self._line, key, message, hint))
+        return None

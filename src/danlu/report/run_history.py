@@ -1,0 +1,233 @@
+"""The events of a run, aggregated: which steps count, speed, progress, outcome."""
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import isfinite
+from statistics import median
+from typing import Literal
+
+from danlu.report.event_tail import EventTail
+from danlu.spec import (
+    EndEvent,
+    Event,
+    PreflightEvent,
+    Problem,
+    ResumeEvent,
+    RunFolder,
+    SaveEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
+from danlu.storage import run_lock
+
+RunState = Literal["not started", "running", "unfinished", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartStats:
+    """Statistics of one start of a run."""
+
+    steps: int
+    """Its steps that count."""
+    tokens_per_second: float | None
+    """Of the median step."""
+    mfu: float | None
+    memory: int | None
+    """Largest of any rank."""
+
+
+@dataclass
+class RunHistory:
+    """What happened so far. A step repeated after a restart counts once, with its last values."""
+
+    starts: list[StartEvent] = field(default_factory=list)
+    saves: dict[int, SaveEvent] = field(default_factory=dict)
+    """By step; a step saved again after a restart counts once."""
+    resumes: list[ResumeEvent] = field(default_factory=list)
+    """Every resume from a checkpoint, with its verification."""
+    preflight: PreflightEvent | None = None
+    """What the newest start measured about saving."""
+    warnings: list[WarningEvent] = field(default_factory=list)
+    end: EndEvent | None = None
+    """How the run ended; None while it runs, or if every process was killed."""
+    is_running: bool = False
+    """Whether the run's lock is held, whatever the events say."""
+    problems: list[Problem] = field(default_factory=list)
+    """Lines of the event file that could not be read."""
+    lost_steps: int = 0
+    """Steps that were reported, then repeated from an earlier checkpoint."""
+    last_event: float | None = None
+    """Time of the newest event, in seconds since the epoch."""
+    _reports: dict[int, StepEvent] = field(default_factory=dict)
+    _started: dict[int, StartEvent] = field(default_factory=dict)
+    """The start each step belongs to: a run may resume on another number of chips, with another peak."""
+    _order: list[int] = field(default_factory=list)
+    _spans: list[tuple[float, float]] = field(default_factory=list)
+    """First and last event of every start: the time between two starts is not counted."""
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Add new events."""
+        for kind, group in groupby(events, type):  # a long run has a million events, most of them alike
+            together: list[Event] = list(group)
+            if kind is WarningEvent:
+                self.warnings += together  # type: ignore[arg-type]
+            else:
+                for event in together:
+                    self._add(event)
+            newest = max(event.time for event in together)
+            self.last_event = max(newest, self.last_event or newest)
+            if self._spans:
+                self._spans[-1] = (self._spans[-1][0], max(self._spans[-1][1], newest))
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case StepEvent():
+                if event.step not in self._reports:
+                    insort(self._order, event.step)
+                self._reports[event.step] = event
+                if self.starts:
+                    self._started[event.step] = self.starts[-1]
+            case StartEvent():
+                self._restart(event)
+            case SaveEvent():
+                self.saves[event.step] = event
+            case ResumeEvent():
+                self.resumes.append(event)
+            case PreflightEvent():
+                self.preflight = event
+            case EndEvent():
+                self.end = event
+
+    def _restart(self, event: StartEvent) -> None:
+        """Drop the steps beyond the one that the run resumes from."""
+        kept = bisect_right(self._order, event.step)
+        for step in self._order[kept:]:
+            del self._reports[step]
+            self._started.pop(step, None)
+        self.lost_steps += len(self._order) - kept
+        del self._order[kept:]
+        self.starts.append(event)
+        self._spans.append((event.time, event.time))
+        self.end = None
+
+    @property
+    def steps(self) -> list[StepEvent]:
+        """The reports that count, in order of their steps."""
+        return [self._reports[step] for step in self._order]
+
+    @property
+    def start(self) -> StartEvent | None:
+        """The newest start."""
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def state(self) -> RunState:
+        """The run's state: running while its lock is held; unfinished if it is not held and no end is recorded."""
+        if self.is_running:
+            return "running"
+        if self.end:
+            return self.end.outcome
+        return "unfinished" if self.starts or self._reports else "not started"
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        if self._order:
+            return self._order[-1]
+        return self.start.step if self.start else 0
+
+    @property
+    def last_step(self) -> StepEvent | None:
+        """The newest step."""
+        return self._reports[self._order[-1]] if self._order else None
+
+    def last_steps(self, count: int) -> list[StepEvent]:
+        """The newest `count` steps, in order."""
+        return [self._reports[step] for step in self._order[-count:]]
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the newest step that has a finite one and was not skipped."""
+        for step in reversed(self._order):
+            report = self._reports[step]
+            if report.committed and isfinite(report.loss):
+                return report.loss
+        return None
+
+    @property
+    def skipped_steps(self) -> list[int]:
+        """Steps whose update was not committed."""
+        return [step for step in self._order if not self._reports[step].committed]
+
+    @property
+    def resume_steps(self) -> list[int]:
+        """Steps from which the run was resumed."""
+        return [start.step for start in self.starts[1:]]
+
+    @property
+    def baseline_loss(self) -> float | None:
+        """The loss of a unigram model, if the run recorded it."""
+        return self.start.baseline_loss if self.start else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps that count."""
+        return sum(report.tokens for report in self._reports.values())
+
+    @property
+    def start_of_last_step(self) -> StartEvent | None:
+        """The start of the newest step: speed and MFU are those of its layout, not of an earlier one."""
+        return self._started.get(self._order[-1]) if self._order else self.start
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the median step of the newest layout."""
+        return self.stats_of(self.start_of_last_step).tokens_per_second
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU of the median step of the newest layout; None without a peak."""
+        return self.stats_of(self.start_of_last_step).mfu
+
+    def stats_of(self, start: StartEvent | None) -> "StartStats":
+        """Statistics of one start, without steps of other starts on other layouts or machines."""
+        steps = [step for step in self._order if self._started.get(step) is start]
+        reports = [self._reports[step] for step in steps]
+        speeds = [report.tokens / report.seconds for report in reports if report.seconds > 0]
+        shares = [share for step in steps if (share := self.step_mfu(step)) is not None]
+        return StartStats(
+            steps=len(steps),
+            tokens_per_second=median(speeds) if speeds else None,
+            mfu=median(shares) if shares else None,
+            memory=max((report.memory for report in reports), default=None),
+        )
+
+    def step_mfu(self, step: int) -> float | None:
+        """MFU of one step, relative to the peak of its start."""
+        report, start = self._reports[step], self._started.get(step)
+        if start is None or start.peak <= 0 or report.seconds <= 0:
+            return None
+        return report.tokens / report.seconds * start.flops_per_token / start.peak
+
+    @property
+    def memory(self) -> int | None:
+        """Largest memory of any rank in the newest layout."""
+        return self.stats_of(self.start_of_last_step).memory
+
+    @property
+    def running_seconds(self) -> float:
+        """Running time: from every start to its last event, without the time between two starts."""
+        return sum(end - start for start, end in self._spans)
+
+
+def read_run_history(run: RunFolder) -> RunHistory:
+    """Read the history of a run from its events so far."""
+    tail = EventTail(run.events)
+    history = RunHistory()
+    history.add(tail.poll())
+    history.problems = tail.problems
+    history.is_running = run_lock.read_holder(run) is not None
+    return history

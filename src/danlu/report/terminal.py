@@ -1,0 +1,59 @@
+"""All output to the terminal: control characters in text are escaped."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import console as rich_console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from danlu.spec.text import printable
+
+
+class Console(rich_console.Console):
+    """rich's console: its own styles reach the terminal, control characters in texts are escaped."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of a renderable, escaped."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else printable(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+
+class EscapingStream:
+    """A stream that escapes control characters; a `Console` bypasses it, because it escapes them itself."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream  # the name under which rich looks for the stream below
+
+    def write(self, text: str) -> int:
+        """Write a text, escaped."""
+        if not isinstance(text, str):
+            raise TypeError(f"text must be str, but is {type(text).__name__}")
+        self.rich_proxied_file.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts, escaped."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+@contextmanager
+def escape_streams() -> Iterator[None]:
+    """Everything printed inside goes through `EscapingStream`."""
+    out, errors = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _escaping(out), _escaping(errors)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, errors
+
+
+def _escaping(stream: TextIO) -> Any:
+    return stream if isinstance(stream, EscapingStream) else EscapingStream(stream)

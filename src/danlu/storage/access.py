@@ -1,0 +1,13 @@
+"""The umask of a run: only its owner reads what it writes, unless the recipe says otherwise. No torch."""
+
+import os
+
+from danlu.spec.recipe import Access
+
+_UMASK: dict[Access, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
+"""Permissions that new files and folders do not get; only the owner ever writes."""
+
+
+def set_umask(access: Access) -> None:
+    """From now on this process and its children create files and folders for these readers."""
+    os.umask(_UMASK[access])

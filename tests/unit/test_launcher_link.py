@@ -1,0 +1,196 @@
+"""The line between a launcher and its ranks: what ranks do is heard, and no rank outlives its launcher."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from danlu.cli import rank_failure
+from danlu.cli.rank_failure import count_oom_kills, describe_failure, log_tail
+from danlu.cli.rendezvous_file import rendezvous_file
+from danlu.comm.connection_check import UnauthorizedConnectionError, check_connections, unauthorized_uids
+from danlu.comm.launcher_link import LauncherLink, RankLinks
+from danlu.comm.rendezvous import RankInfo, _listen, rendezvous
+
+LAUNCH = """
+import os, subprocess, sys, time
+from danlu.comm.launcher_link import RankLinks
+links = RankLinks()
+with links.open_link() as link:
+    rank = subprocess.Popen([sys.executable, "-c", {rank!r}, str(link.fileno())], pass_fds=[link.fileno()])
+while links.slowest_phase != "training":
+    links.poll_events()
+    time.sleep(0.01)
+print(rank.pid, flush=True)
+time.sleep(120)
+"""
+RANK = """
+import signal, sys, time
+from danlu.comm.launcher_link import LauncherLink
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+link = LauncherLink(int(sys.argv[1]))
+link.stop_when_launcher_exits(grace_period={grace_period})
+link.report_phase("training")
+while {stubborn} or not asked:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("stubborn", "grace_period"), [(False, 60.0), (True, 0.2)], ids=["stops", "is stuck"])
+def test_a_rank_ends_when_its_launcher_is_killed(stubborn: bool, grace_period: float) -> None:
+    code = LAUNCH.format(rank=RANK.format(grace_period=grace_period, stubborn=stubborn))
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    rank = os.pidfd_open(int(launcher.stdout.readline()))
+    try:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+        assert gone(rank, seconds=20.0)
+    finally:
+        if not gone(rank, 0.0):
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+        os.close(rank)
+        launcher.stdout.close()
+
+
+def gone(process: int, seconds: float) -> bool:
+    """Whether a process ends in time: its descriptor can be read then."""
+    return bool(select.select([process], [], [], seconds)[0])
+
+
+def test_a_launcher_that_was_gone_before_is_noticed_too() -> None:
+    links = RankLinks()
+    with links.open_link() as link:
+        links.close()
+        rank = subprocess.Popen(
+            [sys.executable, "-c", RANK.format(grace_period=60.0, stubborn=False), str(link.fileno())],
+            pass_fds=[link.fileno()],
+        )
+    assert rank.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_the_phase_is_that_of_the_slowest_rank() -> None:
+    links = RankLinks()
+    ranks = [LauncherLink(links.open_link().detach()) for _ in range(3)]
+    assert links.slowest_phase == "starting the processes"
+    for rank in ranks:
+        rank.report_phase("importing torch")
+    assert links.poll_events() == [] and links.slowest_phase == "importing torch"
+    ranks[0].report_phase("building the model")
+    ranks[1].report_phase("building the model")
+    links.poll_events()
+    assert links.slowest_phase == "importing torch (1 of 3 ranks)"
+    ranks[2].report_phase("building the model")
+    ranks[0].report_event('{"kind": "x"}')
+    assert links.poll_events() == ['{"kind": "x"}'] and links.slowest_phase == "building the model"
+    for each in (links, *ranks):
+        each.close()
+
+
+def test_a_launcher_that_does_not_listen_never_holds_up_a_rank() -> None:
+    links = RankLinks()
+    rank = LauncherLink(links.open_link().detach())
+    started = time.monotonic()
+    for _ in range(3000):
+        rank.report_event("x" * 1000)
+    assert time.monotonic() - started < 5
+    links.close()
+    rank.report_phase("after its end")
+    rank.close()
+    LauncherLink(None).report_phase("without any")
+
+
+# --- where ranks meet
+
+
+def listening() -> set[str]:
+    """Addresses that this process listens on, as the kernel sees them."""
+    answer = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[3].rpartition(":")[0] for line in answer.splitlines() if f"pid={os.getpid()}," in line}
+
+
+def test_the_store_listens_on_the_address_that_was_named_and_no_other() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = rendezvous(RankInfo(rank=0, world_size=2, endpoint=f"127.0.0.1:{port}"))
+    assert listening() == {"127.0.0.1"}
+    store.set("a", "b")
+    assert rendezvous(RankInfo(rank=1, world_size=2, endpoint=f"127.0.0.1:{port}")).get("a") == b"b"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+def test_a_name_that_leads_to_loopback_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(host: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", table)
+    with pytest.warns(RuntimeWarning, match=r"node7 is 127\.0\.1\.1 on this host, which no other host reaches"):
+        _listen("node7", 0).close()
+
+
+def test_ranks_of_one_host_meet_in_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "danlu-rendezvous-999999999-abc"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    young = tmp_path / "danlu-rendezvous-999999998-abc"
+    young.mkdir()
+    with rendezvous_file() as place:
+        folder = Path(place.removeprefix("file:")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert not left.exists() and young.exists(), "ranks of a killed launcher may still be ending"
+        first, second = (rendezvous(RankInfo(rank=rank, world_size=2, endpoint=place)) for rank in (0, 1))
+        first.set("a", "b")
+        assert second.get("a") == b"b"
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("uid", [0, 65534])
+def test_another_account_that_connects_is_noticed(uid: int) -> None:
+    with socket.socket() as server, socket.socket() as deaf:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        connect = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo connected; read -r _"
+        command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "bash", "-c", connect]
+        assert unauthorized_uids() == set()
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout and other.stdout.readline() == b"connected\n"
+            if uid == os.geteuid():
+                check_connections()
+            else:
+                with pytest.raises(UnauthorizedConnectionError, match=f"but some are of uid {uid};"):
+                    check_connections()
+            deaf.connect(("127.0.0.1", port))  # what goes out from here is nobody's intrusion
+            other.communicate(b"\n")
+        assert unauthorized_uids() == set()
+
+
+# --- how a rank failed
+
+
+def test_a_killed_rank_is_told_by_its_signal_and_what_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe_failure(1, -signal.SIGSEGV, "", 0) == "rank 1 was killed by SIGSEGV"
+    assert isinstance(count_oom_kills(), int), "Linux counts them"
+    monkeypatch.setattr(rank_failure, "count_oom_kills", lambda: 5)
+    assert "OOM killer ended 2 processes" in describe_failure(1, -signal.SIGKILL, "", 3)
+    assert "not out of memory" in describe_failure(1, -signal.SIGKILL, "", 5)
+    assert "out of memory?" in describe_failure(1, -signal.SIGKILL, "", None)
+
+
+def test_a_rank_is_quoted_in_its_own_plain_words() -> None:
+    said = "some noise\nrank 2 failed at 17.5: loss nan must be finite\nTraceback\n[rank2]: danlu.x.NoError: loss\n"
+    assert describe_failure(2, 1, said, 0) == "rank 2 failed: loss nan must be finite"
+    assert log_tail(2, said) == [], "the traceback of an error of ours tells nothing more"
+    strange = "rank 2 failed at 17.5: KeyError: 'x'\nTraceback\n"
+    assert log_tail(2, strange) == strange.splitlines()
+    assert describe_failure(2, 1, "", 0) == "rank 2 ended with exit code 1: no output"
