@@ -156,7 +156,37 @@ def _span(values: list[float], form: str) -> str:
     return low if low == high else f"{low} – {high}"
 
 
+def full_parts(report: Report) -> str:
+    """The last result of every part of `.ci/full`."""
+    rows = (
+        [
+            name,
+            f"{row['seconds']:,} s",
+            "passed" if row["passed"] else "**failed**",
+            row["date"],
+            f"`{row['commit'][:10]}`",
+        ]
+        for name, row in report["figures"]["parts"].items()
+    )
+    return table("part|time:|result|date|commit", rows)
+
+
+def torch_minors(report: Report) -> str:
+    """What every minor of torch passed."""
+    rows = (
+        [version, row["tests"], row["layouts"], f"{row['loss']:.1e}", row["refused"] or "nothing", row["date"]]
+        for version, row in sorted(
+            report["figures"]["minors"].items(), key=lambda item: [int(part) for part in item[0].split(".")]
+        )
+    )
+    return table(
+        "torch|tests:|layouts that equal one process:|largest deviation of a loss:|refused by `danlu check`|date", rows
+    )
+
+
 MADE: dict[str, Callable[[Report], str]] = {
+    "full.json parts": full_parts,
+    "torch.json minors": torch_minors,
     "parity.json layouts": parity_layouts,
     "validate.json bars": validate_bars,
     "validate.json sets": validate_sets,

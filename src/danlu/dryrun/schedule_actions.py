@@ -8,6 +8,7 @@ from torch import nn
 from danlu.cost.pipeline_schedules import pipeline_actions
 from danlu.parallel.pipeline import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES, compute_passes, stage_indices
 from danlu.spec.plan import Plan
+from danlu.torch_compat import looped_schedule
 
 
 def schedule_actions(plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -42,7 +43,8 @@ def _multi_stage_actions(plan: Plan) -> tuple[tuple[str, ...], ...]:
         _StageStub(stage, plan.num_stages, plan.degrees.pp, group_rank=0, is_last=stage == plan.num_stages - 1)
         for stage in stage_indices(plan, 0)
     ]
-    schedule: Any = MULTI_STAGE_SCHEDULES[plan.pipeline.schedule](stubs, plan.microbatches, loss_fn=lambda *_: None)
+    kind = MULTI_STAGE_SCHEDULES[plan.pipeline.schedule]
+    schedule = looped_schedule(kind, stubs, plan.microbatches, lambda *_: None)
     return tuple(
         tuple(f"{step.kind}{step.stage}.{step.microbatch}" for step in row) for row in compute_passes(schedule)
     )

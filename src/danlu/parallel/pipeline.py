@@ -1,6 +1,7 @@
 """Pipeline parallelism on the schedules of torch.distributed.pipelining."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from danlu.parallel.pipeline_stage import LazyBufferStage, PendingSends
 from danlu.parallel.send_completion import MicrobatchPass, completed_sends
 from danlu.spec.plan import PipelineSchedule, Plan
+from danlu.torch_compat import discard_outputs, looped_schedule
 
 SINGLE_STAGE_SCHEDULES: dict[PipelineSchedule, type[PipelineScheduleSingle]] = {
     "gpipe": ScheduleGPipe,
@@ -68,29 +70,29 @@ class PipelineRunner:
                 self.stages[0], plan.microbatches, loss_fn=loss, scale_grads=False
             )
         else:
-            self.schedule = MULTI_STAGE_SCHEDULES[name](
-                list(self.stages), plan.microbatches, loss_fn=loss, scale_grads=False
-            )
-            self.sends = PendingSends(completed_sends(compute_passes(self.schedule), group.rank()))
+            looped = looped_schedule(MULTI_STAGE_SCHEDULES[name], list(self.stages), plan.microbatches, loss)
+            self.sends = PendingSends(completed_sends(compute_passes(looped), group.rank()))
+            self.schedule = looped
             for stage in self.stages:
                 stage.sends = self.sends
+        self._step_options = discard_outputs(self.schedule)
 
     def __call__(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, zero without the last stage."""
         losses: list[Tensor] = []
         inputs = (tokens_BS,) if self.first else ()
         if self.last:
-            self.schedule.step(*inputs, target=targets_BS, losses=losses, return_outputs=False)
+            self.schedule.step(*inputs, target=targets_BS, losses=losses, **self._step_options)
         else:
-            self.schedule.step(*inputs, return_outputs=False)
+            self.schedule.step(*inputs, **self._step_options)
         if self.sends is not None:
             self.sends.wait_all()
         return torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=tokens_BS.device)
 
 
-def compute_passes(schedule: PipelineScheduleMulti) -> list[list[MicrobatchPass]]:
+def compute_passes(schedule: Any) -> list[list[MicrobatchPass]]:
     """The passes of every rank in the order of a looped schedule, without its other actions."""
-    order = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    order = schedule.pipeline_order_with_comms
     return [
         [
             MicrobatchPass(action.computation_type.value, action.stage_index, action.microbatch_index)

@@ -5,15 +5,13 @@ tensor they sent until the step ends. Together that is four times the hidden sta
 many microbatches is most of a chip's memory.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from danlu.parallel.send_completion import MicrobatchPass
-from danlu.torch_compat import RecvInfo, batch_p2p, make_tensor_from_meta
+from danlu.torch_compat import UnbufferedStage, batch_p2p
 
 
 class PendingSends:
@@ -43,7 +41,7 @@ class PendingSends:
             work.wait()
 
 
-class LazyBufferStage(PipelineStage):
+class LazyBufferStage(UnbufferedStage):
     """A stage with buffers from receive to backward; with `sends`, that holds its results instead of the schedule.
 
     Schedules with one stage per rank send and receive in one batch and wait at once: they need no `sends`.
@@ -56,19 +54,19 @@ class LazyBufferStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Allocate a microbatch's input, and receive into it."""
-        self._allocate_buffers(self.args_recv_info[fwd_chunk_id])
+        self.allocate_inputs(fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Allocate the gradients of a microbatch's output, and receive into them."""
         if self.has_backward and not self.is_last:
-            self._allocate_buffers(self.grad_recv_info[bwd_chunk_id])
+            self.allocate_gradients(bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Take gradients from a stage on the same rank."""
         if any(gradient is None for gradient in next_stage_bwd_outputs):
-            self._allocate_buffers(self.grad_recv_info[mb_index])
+            self.allocate_gradients(mb_index)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -79,16 +77,10 @@ class LazyBufferStage(PipelineStage):
         """Transfers of the gradients of a microbatch's input that are left to the schedule."""
         return self._sent(self._backwards[bwd_chunk_id], super().get_bwd_send_ops(bwd_chunk_id))
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a microbatch whose input has been received."""
         self._begin(MicrobatchPass("F", self.stage_index, fwd_chunk_id))
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -97,13 +89,7 @@ class LazyBufferStage(PipelineStage):
         self._backwards[bwd_chunk_id] = MicrobatchPass("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
         self._begin(self._backwards[bwd_chunk_id])
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._free_buffers(bwd_chunk_id)
-
-    def clear_runtime_states(self) -> None:
-        """Clear the last step."""
-        super().clear_runtime_states()
-        for microbatch in self.args_recv_info:
-            self._free_buffers(microbatch)
+        self.free_buffers(bwd_chunk_id)
 
     def _sent(self, step: MicrobatchPass, transfers: list[dist.P2POp]) -> list[dist.P2POp]:
         if self.sends is None:
@@ -114,37 +100,3 @@ class LazyBufferStage(PipelineStage):
     def _begin(self, step: MicrobatchPass) -> None:
         if self.sends is not None:
             self.sends.release_arrived(step)
-
-    def _allocate_buffers(self, infos: Sequence[RecvInfo]) -> None:
-        for info in infos:
-            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
-                info.buffer = make_tensor_from_meta(info.tensor_meta, self.device)
-
-    def _free_buffers(self, microbatch: int) -> None:
-        """Free a microbatch's buffers; the graph, if backward is still to come, keeps what it needs."""
-        for info in (*self.args_recv_info[microbatch], *self.grad_recv_info.get(microbatch, ())):
-            if not info.is_root_arg and info.buffer is not None:
-                info.buffer.grad = None  # already sent; the first half of a backward leaves it here until the second
-                info.buffer = None
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        """As torch's, but without allocating any microbatch yet."""
-        if self.is_first:
-            super()._setup_forward_recv_info(num_microbatches, has_backward)
-            return
-        source = self.stage_index - 1
-        for microbatch in range(num_microbatches):
-            self.args_recv_info[microbatch] = tuple(
-                RecvInfo(f"recv_for_{self.stage_index}_from_{source}", source, None, meta)
-                for meta in self._stage_meta.inputs or ()
-            )
-
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[RecvInfo, ...]:
-        """As torch's, but without allocating any gradient yet."""
-        gradients = self._stage_meta.output_grads
-        if self.is_last or gradients is None:
-            return super()._create_grad_recv_info(act_send_info)
-        return tuple(
-            RecvInfo(f"recv_grad_for_{self.stage_index}_from_{stages[0]}", stages[0], None, gradients[index])
-            for index, stages in act_send_info.items()
-        )
