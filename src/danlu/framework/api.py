@@ -1,9 +1,9 @@
-"""Danlu in a loop of your own: parallelism, data order, guard and checkpoints, each by itself.
+"""Danlu in a custom training loop: parallelism, sample order, guard and checkpoints, each usable by itself.
 
     model = danlu.parallelize(model, danlu.plan())
 
-turns a module into one whose states are sharded over all ranks; the loop around it stays. What `danlu train` does
-beside that is here too, one class a thing: `shard_batch` and `StepSampler`, `Guard`, `Checkpointer`.
+turns a module into one whose states are sharded over all ranks; the loop around it stays. What else `danlu train` does
+is here too: `shard_batch` and `StepSampler`, `Guard`, `Checkpointer`.
 """
 
 import sys
@@ -71,11 +71,11 @@ def parallelize(
     cluster: Cluster | None = None,
     example: Any = None,
 ) -> nn.Module:
-    """Lay a module out as the plan says, in place; its forward stays what it is, and gradients are averaged.
+    """Parallelize a module as the plan says, in place; its forward does not change, and gradients are averaged.
 
-    Every rank makes the same module first (seed it), then calls this before making the optimizer. `blocks` names the
-    list of layers, `tensor` says which matrices `tp` shares (a transformers model brings its own plan). With `tp`,
-    `example` is an input on which the shared module is held against the whole one.
+    Every rank builds the same module first (seed it), then calls this before it builds the optimizer. `blocks` names
+    the list of layers, `tensor` says which matrices `tp` shards (a transformers model has its own `tp_plan`). With
+    `tp`, `example` is an input on which the sharded module is compared with the unsharded one.
     """
     _check_axes(plan)
     world = _join_world()
@@ -105,7 +105,7 @@ def parallelize(
 
 
 def get_mesh(model: nn.Module) -> ParallelMesh:
-    """The mesh of a module that `parallelize` laid out."""
+    """The mesh of a module that was parallelized with `parallelize`."""
     mesh = getattr(model, _MESH, None)
     if not isinstance(mesh, ParallelMesh):
         raise ValueError(f"{type(model).__name__} must have come from danlu.parallelize, but has no mesh")
@@ -113,7 +113,7 @@ def get_mesh(model: nn.Module) -> ParallelMesh:
 
 
 def shard_batch(batch: Tensor, model: nn.Module) -> Tensor:
-    """This rank's rows of a global batch, on its device; ranks that share matrices get the same rows."""
+    """This rank's rows of a global batch, on its device; ranks of one `tp` group get the same rows."""
     mesh = get_mesh(model)
     rows = rank_sample_indices(0, len(batch), mesh.dp_rank, mesh.plan.degrees.dp)
     return batch[torch.from_numpy(rows)].to(mesh.device)
@@ -132,7 +132,7 @@ class StepSampler:
         self.data_shard = (mesh.dp_rank, mesh.plan.degrees.dp)
 
     def at(self, step: int) -> NDArray[np.int64]:
-        """Numbers of this rank's samples in a step."""
+        """Indices of this rank's samples in a step."""
         return shuffled_indices(
             rank_sample_indices(step * self.batch, self.batch, *self.data_shard), self.samples, self.seed
         )

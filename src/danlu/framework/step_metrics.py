@@ -44,7 +44,7 @@ def all_reduce_metrics(
 ) -> tuple[Tensor, Tensor]:
     """Add up the ranks' shares of loss, squared norm and expert load, and take their largest memory.
 
-    Three small all-reduces, which are not waited for before the values are read.
+    Two small all-reduces, and one of the experts' load; not waited for before the values are read.
     """
     modules = list(modules)
     uneven, layers = _expert_load(modules, mesh)

@@ -1,7 +1,7 @@
-"""Commit a save: leaves, then nodes over them, then the manifest; each durable before the next is written.
+"""Commit a save whose packs are durable: leaves, then nodes over them, then the manifest, each durable before the next.
 
-Ranks communicate only through the store: the first of every 64 writers waits for the leaves of the others, and rank 0
-creates the manifest. No rank waits for all others, and no collective is used.
+Writers wait for each other through the store, without a collective: the first of every 64 for their leaves, the first
+of every 4,096 for the nodes, and so on up to writer 0, which creates the manifest. The others wait for nobody.
 """
 
 import time
