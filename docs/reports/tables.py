@@ -174,14 +174,12 @@ def full_parts(report: Report) -> str:
 def torch_minors(report: Report) -> str:
     """What every minor of torch passed."""
     rows = (
-        [version, row["tests"], row["layouts"], f"{row['loss']:.1e}", row["refused"] or "nothing", row["date"]]
+        [version, row["tests"], row["layouts"], f"{row['loss']:.1e}", row["date"]]
         for version, row in sorted(
             report["figures"]["minors"].items(), key=lambda item: [int(part) for part in item[0].split(".")]
         )
     )
-    return table(
-        "torch|tests:|layouts that equal one process:|largest deviation of a loss:|refused by `danlu check`|date", rows
-    )
+    return table("torch|tests:|layouts that equal one process:|largest deviation of a loss:|date", rows)
 
 
 MADE: dict[str, Callable[[Report], str]] = {

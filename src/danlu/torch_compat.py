@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, _resolve_process_group
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -119,8 +119,8 @@ def patched_batch_p2p(wrap: Callable[[Callable[..., list[dist.Work]]], Callable[
         schedules._batch_p2p = original
 
 
-_InferenceMode: Any = getattr(schedules, "InferenceMode", None)
 _make_tensor: Any = pipeline_stage._make_tensor_from_meta  # type: ignore[attr-defined]
+_InferenceMode: Any = getattr(schedules, "InferenceMode", None)
 _STAGES_VOTE = _InferenceMode is not None
 """Since 2.12 stages describe tensors by metadata of their own and agree on shapes before the first step."""
 _RETURNS_OUTPUTS = "return_outputs" in inspect.signature(schedules.PipelineScheduleSingle.step).parameters
@@ -250,6 +250,16 @@ def wrap_schedule_loss(schedule: Any, wrap: Callable[[Callable[..., Any]], Calla
     """Replace the loss function of a pipeline schedule, if this rank has one."""
     if schedule._loss_fn:
         schedule._loss_fn = wrap(schedule._loss_fn)
+
+
+def flatten_sequence_first(linear: nn.Linear) -> None:
+    """Let a linear layer multiply hidden states that are sharded by sequence.
+
+    Before 2.12 DTensor cannot flatten batch and sequence if the second is sharded; if the sequence comes first, it can.
+    """
+    if not _STAGES_VOTE:
+        multiply = linear.forward
+        linear.forward = lambda x_BSD: multiply(x_BSD.transpose(0, 1)).transpose(0, 1)  # type: ignore[method-assign]
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from danlu.parallel.fsdp import silence_view_warning
+from danlu.torch_compat import flatten_sequence_first
 
 TPStyle = Literal[
     "sequence",
@@ -105,9 +106,12 @@ def apply_tp(stage_module: nn.Module, placements: Mapping[str, TPStyle], mesh: D
     for name, style in placements.items():
         if name not in modules:
             raise KeyError(f"{name!r} (TP style {style!r}) is no module of {type(stage_module).__name__}")
-        parallelize_module(modules[name], mesh, _style(style))
+        module = modules[name]
+        if style == "sequence" and isinstance(module, nn.Linear):
+            flatten_sequence_first(module)
+        parallelize_module(module, mesh, _style(style))
         if style in ("vocabulary", "table replicated"):
-            clone_output(modules[name])
+            clone_output(module)
         if style == "logits":
             silence_view_warning(stage_module, name)
 
