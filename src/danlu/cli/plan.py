@@ -83,8 +83,8 @@ def plan(
     """Find the fastest layout that fits, and show where its time goes and why others lose.
 
     Searches degrees of every axis, schedules, microbatches, recompute, sharding and the placement of every axis on the
-    network; the result is proven to be the best of them under the cost model. Times are predictions: `danlu validate`
-    shows how far off they are.
+    network; the result is proven to be the best of them under the cost model. Times are predictions;
+    docs/planner-truth.md shows how far off they are.
     """
     from danlu.cli import plan_modes as modes
     from danlu.planner import PlanRequest, PlanRequestError, parse_constraints
