@@ -44,7 +44,7 @@ def changes() -> list[tuple[str, str, str, str]]:
     first: dict[str, tuple[dict[str, str], str]] = {}
     for path in (OLD_TABLE, TABLE):
         # a commit that removes the table does not have it
-        for commit in _git("log", "--reverse", "--diff-filter=d", "--format=%h", "--abbrev=10", "--", path).split():
+        for commit in _git("log", "--reverse", "--diff-filter=AM", "--format=%h", "--abbrev=10", "--", path).split():
             for row in _rows(_git("show", f"{commit}:{path}")):
                 if not row["set"].startswith("fit-"):
                     first.setdefault(row["id"], (row, commit))
