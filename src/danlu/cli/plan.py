@@ -35,13 +35,9 @@ def _with_number(args: list[str]) -> list[str]:
     filled: list[str] = []
     for index, word in enumerate(args):
         filled.append(word)
-        if word == "--verify" and not _is_number(args[index + 1 : index + 2]):
+        if word == "--verify" and not "".join(args[index + 1 : index + 2]).lstrip("-").isdecimal():
             filled.append(str(DEFAULT_VERIFY))
     return filled
-
-
-def _is_number(words: list[str]) -> bool:
-    return bool(words) and words[0].lstrip("-").isdecimal()
 
 
 def plan(
