@@ -1,6 +1,7 @@
 """Fit the constants of `danlu.cost` on the published rows whose set begins with `fit-`, and on nothing else.
 
-    python benchmarks/fit_cost.py            # writes src/danlu/cost/calibration.toml, then: danlu validate
+    python benchmarks/fit_cost.py                     # writes src/danlu/cost/calibration.toml
+    python benchmarks/validation/validate.py          # what it changed
 
 Starts from `START` and `OVERHEADS`, moves one constant at a time by a factor, keeps what lowers the mean absolute error
 of the logarithm, and shortens the steps: the same rows give the same file, in about a minute. A weak regularization
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import tomli_w
 from rich.progress import Progress
+from validation.published_runs import DATA_DIR, PublishedRun, load_runs
 
 from danlu.cost.calibration import CALIBRATION_FILE, VENDOR_SUFFIX, Calibration, ChipEfficiency, Overheads
 from danlu.cost.operator_time import DeviceModel, flash_attention_time, matmul_time
-from danlu.cost.runs import DATA_DIR, PublishedRun, load_runs
 
 START = ChipEfficiency(
     matmul=0.75,
@@ -311,7 +312,8 @@ def written(constants: Calibration, path: Path = CALIBRATION_FILE) -> None:
     chips = {name: rounded(asdict(entry)) for name, entry in constants.chips.items()}
     table = {"overheads": rounded(asdict(constants.overheads)), "default": default, "chips": chips}
     assert {field.name for field in fields(ChipEfficiency)} == set(default)
-    text = "# Written by benchmarks/fit_cost.py from the sets `fit-…` of published/; see docs/planner-truth.md.\n\n"
+    sets = "the sets `fit-…` of benchmarks/validation/published"
+    text = f"# Written by benchmarks/fit_cost.py from {sets}; see docs/planner-truth.md.\n\n"
     path.write_text(text + tomli_w.dumps(table), encoding="utf-8")
 
 

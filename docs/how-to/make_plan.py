@@ -79,8 +79,8 @@ QUESTIONS = [
 HEAD = """# Plan before you launch
 
 `danlu plan` turns a recipe and a cluster into a plan: the fastest layout, its step time and memory, and why others
-lose. It needs neither the chips nor torch. Times are predictions of the cost model; `danlu validate`
-shows how far off they are. [The planner's page](../rooms/planner.md) lists what is searched and what is proven.
+lose. It needs neither the chips nor torch. Times are predictions of the cost model; [its accuracy](../planner-truth.md)
+is measured against published runs. [The planner's page](../rooms/planner.md) lists what is searched and what is proven.
 
 Every result begins with the precision and the chip's peak in it. A recipe without `[precision]` computes in fp32, and
 if the chip is far faster in bf16 a warning says what that costs. Use one mode at a time: options that have no effect

@@ -11,7 +11,8 @@ from danlu.cli.app import app
 from danlu.cost.parameter_count import flops_per_token
 from danlu.dryrun import dry_run
 from danlu.dryrun.dry_run import dry_run_rank, dry_run_ranks
-from danlu.report.dryrun_tables import describe_instant, memory_table, operator_table, table_notes, traffic_table
+from danlu.report.dryrun_memory import describe_instant
+from danlu.report.dryrun_tables import memory_table, operator_table, table_notes, traffic_table
 from danlu.spec import load_cluster
 from danlu.spec.load import load_model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan

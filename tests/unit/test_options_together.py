@@ -97,6 +97,7 @@ def test_a_default_that_is_spelled_out_counts_and_no_open_does_not() -> None:
         (["catalogue"], "danlu catalog"),
         (["ckpt", "mend", "x"], "danlu ckpt repair"),
         (["data", "at", "--step", "3"], "danlu data locate"),
+        (["validate", "--json"], "python benchmarks/validation/validate.py, in a clone of Danlu's repository"),
     ],
 )
 def test_a_command_that_was_renamed_says_its_new_name(old: list[str], new: str) -> None:

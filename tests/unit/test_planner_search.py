@@ -53,7 +53,7 @@ def test_bounds_are_bounds(name: str) -> None:
                 assert least <= settled * (1 + 1e-9)
                 assert settled <= exact.seconds * (1 + 1e-9)
                 assert pricing.shape_lower_bound(candidate.shape, candidate.schedule) <= exact.seconds
-                assert pricing.memory(candidate) == exact.memory
+                assert pricing.memory(candidate) == exact.prediction.memory
 
 
 def test_more_shards_never_take_more_bytes() -> None:

@@ -15,7 +15,7 @@ from danlu.planner import PlanRequestError, search
 from danlu.planner.explain import level_costs
 from danlu.report.plan_page import plan_page
 from danlu.report.run_page import write_run_page
-from danlu.report.run_tables import list_runs, runs_table, summary_table
+from danlu.report.run_tables import list_runs, runs_table, summary
 from danlu.spec.load import load_cluster
 from danlu.spec.plan import Degrees, Plan
 from danlu.spec.recipe import LayerPrecision, PrecisionConfig
@@ -116,14 +116,14 @@ def test_a_run_says_its_precision_wherever_it_says_its_speed(tmp_path: Path) -> 
     run = make_run(tmp_path / "first")
     append(run, [started(dtype="bf16", host="atlas", peak_spread=0.04), *(step(number) for number in (1, 2, 3))])
     console = Console(width=160, record=True)
-    console.print(summary_table(run))
+    console.print(summary(run))
     console.print(runs_table(list_runs(tmp_path), width=160))
     shown = console.export_text()
     assert "(median step), computed in bf16" in shown
     assert "of 90 GFLOP/s in bf16, data sheet (measurements 4.00 % apart)" in shown
     assert "dtype" in shown
-    summary = list_runs(tmp_path)[0]
-    assert (summary.precision, summary.host) == ("bf16", "atlas")
+    first = list_runs(tmp_path)[0]
+    assert (first.precision, first.host) == ("bf16", "atlas")
     page = write_run_page(run).read_text()
     for fact in ("<dt>precision</dt><dd>bf16</dd>", "on atlas", "<dt>batch</dt><dd>10 × 100 tokens</dd>"):
         assert fact in page

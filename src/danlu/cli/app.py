@@ -25,7 +25,6 @@ from danlu.cli.show import show
 from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
 from danlu.cli.stop import stop
 from danlu.cli.train import train
-from danlu.cli.validate import validate
 from danlu.cli.worker import worker
 from danlu.report.terminal import escape_streams
 from danlu.spec import SpecError
@@ -79,7 +78,6 @@ app.command()(check)
 app.command(cls=PlanCommand)(plan)
 app.command()(dryrun)
 app.command()(probe)
-app.command()(validate)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
 app.add_typer(import_hf.app, name="import")

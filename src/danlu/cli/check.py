@@ -12,7 +12,7 @@ from danlu.cli.precision_warning import warn_slow_precision
 from danlu.cli.recipe_paths import resolve_recipe_paths
 from danlu.cost import count_active_parameters, count_parameters
 from danlu.report.formatting import count
-from danlu.report.precision_text import slow_run_note
+from danlu.report.precision_text import slow_precision_note
 from danlu.report.terminal import Console
 from danlu.spec.check import RunSpec, load_run_spec
 from danlu.spec.custom_model import CustomModel
@@ -105,12 +105,13 @@ def _print_json(problems: list[Problem], checked: RunSpec | None = None, not_che
     report: dict[str, object] = {"problems": [problem.model_dump() for problem in problems]}
     if checked:
         model = checked.recipe.model
+        note = slow_precision_note(checked.recipe, checked.plan, checked.cluster)
         report |= {
             "model": model.name,
             "parameters": count_parameters(model) if isinstance(model, Model) else None,
             "active_parameters": count_active_parameters(model) if isinstance(model, Model) else None,
             "precision": checked.recipe.precision.label,
-            "warnings": [words] if (words := slow_run_note(checked)) else [],
+            "warnings": [note] if note else [],
             "world": checked.plan.degrees.world,
             "chips": checked.cluster.chips if checked.cluster else None,
             "not_checked": not_checked or None,

@@ -35,13 +35,9 @@ def _with_number(args: list[str]) -> list[str]:
     filled: list[str] = []
     for index, word in enumerate(args):
         filled.append(word)
-        if word == "--verify" and not _is_number(args[index + 1 : index + 2]):
+        if word == "--verify" and not "".join(args[index + 1 : index + 2]).lstrip("-").isdecimal():
             filled.append(str(DEFAULT_VERIFY))
     return filled
-
-
-def _is_number(words: list[str]) -> bool:
-    return bool(words) and words[0].lstrip("-").isdecimal()
 
 
 def plan(
@@ -83,8 +79,8 @@ def plan(
     """Find the fastest layout that fits, and show where its time goes and why others lose.
 
     Searches degrees of every axis, schedules, microbatches, recompute, sharding and the placement of every axis on the
-    network; the result is proven to be the best of them under the cost model. Times are predictions: `danlu validate`
-    shows how far off they are.
+    network; the result is proven to be the best of them under the cost model. Times are predictions;
+    docs/planner-truth.md shows how far off they are.
     """
     from danlu.cli import plan_modes as modes
     from danlu.planner import PlanRequest, PlanRequestError, parse_constraints

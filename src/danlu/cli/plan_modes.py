@@ -22,7 +22,7 @@ from danlu.report import plan_tables as tables
 from danlu.report.formatting import count
 from danlu.report.terminal import Console
 from danlu.spec import toml
-from danlu.spec.load import ParsedSpec, read_plan
+from danlu.spec.load import read_plan
 from danlu.spec.problem import SpecError
 from danlu.spec.rank_placement import PlacementError
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
@@ -116,7 +116,10 @@ def _scaling(context: PlanContext, chosen: PricedPlan) -> list[tuple[int, Priced
 
 def show_why_not(context: PlanContext, wanted: str) -> None:
     """Compare the best layout under a constraint with the best of all."""
-    other = context.search_function(replace(context.request, constraints=_with_constraints(context.request, wanted)), 1)
+    constraints = context.request.constraints
+    more = parse_constraints(wanted, option="--why-not")
+    constrained = replace(constraints, allowed={**constraints.allowed, **more.allowed})
+    other = context.search_function(replace(context.request, constraints=constrained), 1)
     if not other.best and other.least_memory is None:
         raise PlanRequestError(f"--why-not {wanted}: {explain_infeasible(other.request)}")
     result = context.search()
@@ -125,8 +128,7 @@ def show_why_not(context: PlanContext, wanted: str) -> None:
         text = explain_no_fit(other)
         context.show(Text(text), {"best": tables.plan_json(chosen, context.goodput()), "refused": text})
         return
-    rival = other.best[0]
-    _side_by_side(context, [("best", chosen), (wanted, rival)])
+    _side_by_side(context, [("best", chosen), (wanted, other.best[0])])
 
 
 def show_what_if(context: PlanContext, changes: list[str]) -> None:
@@ -148,7 +150,10 @@ def show_comparison(context: PlanContext, path: Path) -> None:
     if problems:
         raise SpecError(problems)
     request = replace(context.request, chips=given.value.degrees.world)
-    priced = _priced(request, given)
+    try:
+        priced = price_plan(request, given.value)
+    except PlacementError as error:
+        raise PlanRequestError(str(error)) from None
     result = context.search(request)
     if not priced.fits:
         over = priced.peak_bytes - request.usable_memory
@@ -157,13 +162,6 @@ def show_comparison(context: PlanContext, path: Path) -> None:
             f"{path} does not fit: {tables.format_gb(over)} over the limit on the fullest chip; {remedy}", err=True
         )
     _side_by_side(replace(context, request=request), [("best", result.best[0]), (path.name, priced)])
-
-
-def _priced(request: PlanRequest, given: ParsedSpec[Any]) -> PricedPlan:
-    try:
-        return price_plan(request, given.value)
-    except PlacementError as error:
-        raise PlanRequestError(str(error)) from None
 
 
 def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
@@ -219,23 +217,19 @@ def show_longest_sequence(context: PlanContext) -> None:
 def show_least_memory(context: PlanContext) -> None:
     """Compare the layout with the least memory with the fastest."""
     found, result = least_memory_layout(context.request), context.search_function(context.request, 1)
-    rows = [("leanest", found), *(("best", priced) for priced in result.best)]
-    _side_by_side(context, rows)
+    _side_by_side(context, [("leanest", found), *(("best", priced) for priced in result.best)])
 
 
 def _side_by_side(context: PlanContext, rows: list[tuple[str, PricedPlan]]) -> None:
     """Compare two layouts by the parts of a step."""
     expected = context.goodput(rows[-1][1].request)
-    lines: list[str] = []
-    if len(rows) > 1:
-        (first, one), (second, other) = rows[0], rows[1]
-        lines = _differences(one, other, first, second)
+    lines = _differences(*rows[0], *rows[1]) if len(rows) > 1 else []
     value = {name: tables.plan_json(priced, expected) for name, priced in rows}
     view = tables.with_header(rows[0][1], tables.side_by_side(rows, expected), Text(), Text("\n".join(lines)))
     context.show(view, value)
 
 
-def _differences(one: PricedPlan, other: PricedPlan, first: str, second: str) -> list[str]:
+def _differences(first: str, one: PricedPlan, second: str, other: PricedPlan) -> list[str]:
     more = other.seconds - one.seconds
     speed = f"{abs(more) / one.seconds:.1%} {'slower' if more > 0 else 'faster'} than {first}"
     lines = [f"{second}: {speed} ({tables.step_text(one.seconds)} → {tables.step_text(other.seconds)})."]
@@ -249,11 +243,6 @@ def _differences(one: PricedPlan, other: PricedPlan, first: str, second: str) ->
     for name, priced in ((first, one), (second, other)):
         lines.append(f"  {name}: {tables.placement_text(priced)}")
     return lines
-
-
-def _with_constraints(request: PlanRequest, wanted: str) -> Any:
-    more = parse_constraints(wanted, option="--why-not")
-    return replace(request.constraints, allowed={**request.constraints.allowed, **more.allowed})
 
 
 def _tokens(text: str) -> float:

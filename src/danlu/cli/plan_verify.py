@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from danlu.cli.plan_modes import PlanContext, write_text
 from danlu.comm.rank_layout import dense_ranks
-from danlu.planner.search import PricedPlan
+from danlu.planner.pricing import PricedPlan
 from danlu.planner.verify import LayoutVerification, first_accepted, pp_ranks_to_run, verify_layout
 from danlu.report.plan_tables import degrees_text, plan_with_prediction
 from danlu.report.plan_verify_tables import verification_json, verification_view

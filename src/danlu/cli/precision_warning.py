@@ -2,11 +2,11 @@
 
 import typer
 
-from danlu.report.precision_text import slow_run_note
+from danlu.report.precision_text import slow_precision_note
 from danlu.spec.check import RunSpec
 
 
 def warn_slow_precision(checked: RunSpec) -> None:
     """Print to standard error what the precision costs, if the cluster's chip is far faster in another."""
-    if note := slow_run_note(checked):
+    if note := slow_precision_note(checked.recipe, checked.plan, checked.cluster):
         typer.echo(f"warning: {note}", err=True)

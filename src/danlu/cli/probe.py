@@ -236,7 +236,7 @@ def _level(figures: "RankMeasurements", name: str, fanout: int) -> NetworkLevel:
         fanout=fanout,
         bandwidth=_round_digits(bandwidth),
         latency=_round_digits(latency),
-        collectives=tuple(_round_curve(fit.curve) for fit in figures.fits if fit.level == name),
+        collectives=tuple(_round_curve(fit.cluster_entry) for fit in figures.fits if fit.level == name),
     )
 
 

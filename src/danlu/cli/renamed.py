@@ -2,7 +2,13 @@
 
 import typer
 
-RENAMED = {"catalogue": "catalog", "ckpt mend": "ckpt repair", "data at": "data locate"}
+RENAMED = {
+    "catalogue": "danlu catalog",
+    "ckpt mend": "danlu ckpt repair",
+    "data at": "danlu data locate",
+    # its published runs are no part of the package
+    "validate": "python benchmarks/validation/validate.py, in a clone of Danlu's repository",
+}
 
 
 def refuse_renamed(app: typer.Typer, group: str = "") -> None:
@@ -10,7 +16,7 @@ def refuse_renamed(app: typer.Typer, group: str = "") -> None:
     for old, new in RENAMED.items():
         above, _, name = old.rpartition(" ")
         if above == group:
-            _refuse(app, name, f"danlu {old} is now called: danlu {new}")
+            _refuse(app, name, f"danlu {old} is now called: {new}")
 
 
 def _refuse(app: typer.Typer, name: str, message: str) -> None:

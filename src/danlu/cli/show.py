@@ -20,14 +20,14 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; opens nothing.")] = False,
 ) -> None:
     """Show one run: its figures here, its page in the browser."""
-    from danlu.report.run_tables import find_run, summarize_run, summary_table
+    from danlu.report.run_tables import find_run, summarize_run, summary
 
     found = find_run(run, folder)
     page, trouble = _page(found)
     if as_json:
         typer.echo(json.dumps(asdict(summarize_run(found)) | {"page": str(page) if page else None}, indent=2))
         return
-    Console().print(summary_table(found))
+    Console().print(summary(found))
     if trouble:
         typer.echo(trouble, err=True)
     if open_page and page:

@@ -57,7 +57,7 @@ class CollectiveFit(SpecModel):
         return self.latency / ring_steps(self.operation, self.ranks)
 
     @property
-    def curve(self) -> CollectiveCurve:
+    def cluster_entry(self) -> CollectiveCurve:
         """The measured times in the form of a cluster file."""
         return CollectiveCurve(operation=self.operation, ranks=self.ranks, sizes=self.sizes, seconds=self.seconds)
 

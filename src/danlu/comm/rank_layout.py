@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from danlu.spec.cluster import Cluster
 from danlu.spec.plan import DENSE_AXES, Plan
-from danlu.spec.rank_placement import EXPERT_AXES, AxisFactors, place_dense_axes, place_expert_axes
+from danlu.spec.rank_placement import EXPERT_AXES, AxisFactors, place_dense_axes, place_expert_axes, rank_digits
 
 RankArray = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ class RankLayout:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank along every axis."""
         coordinates, weight = dict.fromkeys(self.axes, 0), dict.fromkeys(self.axes, 1)
-        for axis, factor, _ in self._digits():
+        for axis, factor, _ in rank_digits(self.factors, self.axes):
             rank, digit = divmod(rank, factor)
             coordinates[axis] += digit * weight[axis]
             weight[axis] *= factor
@@ -33,7 +33,7 @@ class RankLayout:
     def ranks_along(self, rank: int, axes: Iterable[str]) -> RankArray:
         """The ranks that differ from `rank` along `axes` alone, as an array with those dimensions."""
         offsets, kept = {axis: np.zeros(1, np.int64) for axis in axes}, rank
-        for axis, factor, stride in self._digits():
+        for axis, factor, stride in rank_digits(self.factors, self.axes):
             if axis in offsets:
                 kept -= rank // stride % factor * stride
                 offsets[axis] = np.add.outer(np.arange(factor) * stride, offsets[axis]).reshape(-1)
@@ -41,14 +41,6 @@ class RankLayout:
         for along_axis in offsets.values():
             found = np.add.outer(found, along_axis)
         return found
-
-    def _digits(self) -> Iterable[tuple[str, int, int]]:
-        """The digits of a rank's number, least significant first: the axis of each, its base, and its weight."""
-        stride = 1
-        for band in range(len(self.factors[self.axes[0]])):
-            for axis in reversed(self.axes):
-                yield axis, self.factors[axis][band], stride
-                stride *= self.factors[axis][band]
 
 
 def dense_layout(plan: Plan, cluster: Cluster | None = None) -> RankLayout:

@@ -1,7 +1,7 @@
 """How much of a chip's data sheet training achieves: one entry per chip, in `calibration.toml`.
 
-Written by `benchmarks/fit_cost.py` from the rows of `published/` whose set begins with `fit-`. A chip without an entry
-uses the default one, and `Calibration.assumptions` says so.
+Written by `benchmarks/fit_cost.py` from the rows of `benchmarks/validation/published` whose set begins with `fit-`. A
+chip without an entry uses the default one, and `Calibration.assumptions` says so.
 """
 
 import tomllib

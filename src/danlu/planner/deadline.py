@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from danlu.cost import flops_per_token
 from danlu.planner.goodput import goodput
+from danlu.planner.pricing import PricedPlan
 from danlu.planner.request import PlanRequest
-from danlu.planner.search import PricedPlan, SearchFunction, SearchResult
+from danlu.planner.search import SearchFunction, SearchResult
 
 EVERY_NODE_COUNT_UP_TO = 128
 """Every number of nodes up to this one is searched; beyond, every second, then every fourth … after each doubling."""
@@ -20,8 +21,6 @@ EVERY_NODE_COUNT_UP_TO = 128
 class DeadlineResult:
     """The fewest chips that meet a deadline."""
 
-    tokens: float
-    days: float
     tried_chips: tuple[tuple[int, float | None], ...]
     """Chips, and the days they take; None if nothing fits or finishes in time."""
     result: SearchResult | None
@@ -48,8 +47,8 @@ def fewest_chips(
         found = search(smaller, 1, within=longest)
         tried[chips] = training_days(found.best[0], tokens, mtbf) if found.best else None
         if found.best:
-            return DeadlineResult(tokens, days, tuple(tried.items()), found, counts[0])
-    return DeadlineResult(tokens, days, tuple(tried.items()), None, counts[0] if counts else request.chips + 1)
+            return DeadlineResult(tuple(tried.items()), found, counts[0])
+    return DeadlineResult(tuple(tried.items()), None, counts[0] if counts else request.chips + 1)
 
 
 def chip_counts_to_try(request: PlanRequest) -> list[int]:

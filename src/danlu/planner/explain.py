@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from danlu.planner.mesh_placement import PlacementEnumerator
-from danlu.planner.pricing import PlanPricer
+from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
-from danlu.planner.search import PricedPlan
-from danlu.planner.search_space import Candidate, DataKnobs, ScheduleKnobs, SearchSpace
+from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace
 from danlu.spec.plan import LOOPED_SCHEDULES
 
 PART_LABELS = {
@@ -63,10 +61,10 @@ class Rejection:
 
 def level_costs(priced: PricedPlan) -> list[LevelCost]:
     """What every level of the network costs, the costliest first."""
-    pricer, memory = PlanPricer(priced.request), priced.prediction.memory
     found = []
     for index, level in enumerate(priced.request.cluster.levels):
-        free = pricer.with_free_level(index).price(priced.candidate, priced.placement, memory)
+        pricer = PlanPricer(priced.request, free_level=index)
+        free = pricer.price(priced.candidate, priced.placement, priced.prediction.memory).prediction
         parts = {name: seconds - free.parts.get(name, 0.0) for name, seconds in priced.prediction.parts.items()}
         communication = {name: saved for name, saved in parts.items() if name in COMMUNICATION_PARTS and saved > 0}
         found.append(LevelCost(level.name, priced.seconds - free.seconds, communication))
@@ -84,11 +82,7 @@ class Explainer:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self.space, self.pricer, self.enumerator = (
-            SearchSpace(request),
-            PlanPricer(request),
-            PlacementEnumerator(request.cluster),
-        )
+        self.space, self.pricer = SearchSpace(request), PlanPricer(request)
 
     def rejections(self, chosen: PricedPlan) -> list[Rejection]:
         """For every layout that differs in one knob, why it was not chosen."""
@@ -103,7 +97,7 @@ class Explainer:
         if taken > limit:
             reason = f"{taken / 1e9:.1f} GB on the fullest chip, {(taken - limit) / 1e9:.1f} GB more than fit"
             return Rejection(change, "bytes", reason, self.suggest_fix(other))
-        best = self._priced(other)
+        best = self.pricer.price_best_placement(other)
         if best is None:
             return Rejection(change, "rule", "its axes cannot be placed on the network levels")
         more = best.seconds - chosen.seconds
@@ -139,19 +133,6 @@ class Explainer:
             if not self.rule_violation(other) and self.pricer.memory(other).device_bytes <= self.request.usable_memory:
                 return f"fits with {change}"
         return "no single change makes it fit"
-
-    def _priced(self, candidate: Candidate) -> PricedPlan | None:
-        memory = self.pricer.memory(candidate)
-        plans = [
-            PricedPlan(
-                request=self.request,
-                candidate=candidate,
-                placement=placement,
-                prediction=self.pricer.price(candidate, placement, memory),
-            )
-            for placement in self.enumerator.placements(candidate.degrees)
-        ]
-        return min(plans, key=lambda priced: priced.seconds, default=None)
 
 
 def neighbors(
@@ -210,13 +191,11 @@ def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> It
     if axis == "pp":
         schedule = schedule._replace(stage_layers=())  # other stages hold other layers
     if shape.dp % 2 == 0:
-        less = DataKnobs(data.replicate, data.shard // 2, data.reshard_after_forward)
-        if data.shard % 2:
-            less = DataKnobs(data.replicate // 2, data.shard, data.reshard_after_forward)
+        halved = "replicate" if data.shard % 2 else "shard"
+        less = data._replace(**{halved: getattr(data, halved) // 2})
         more = shape._replace(**{axis: now * 2}, dp=shape.dp // 2, microbatches=shape.microbatches * 2)
         yield f"{axis} {now} → {now * 2}", Candidate(more, schedule, less)
     if now % 2 == 0 and not only_smaller and shape.microbatches % 2 == 0:
         fewer = shape._replace(**{axis: now // 2}, dp=shape.dp * 2, microbatches=shape.microbatches // 2)
         changed = ScheduleKnobs("1f1b", 1, schedule.recompute) if axis == "pp" and now == 2 else schedule
-        wider = DataKnobs(data.replicate, data.shard * 2, data.reshard_after_forward)
-        yield f"{axis} {now} → {now // 2}", Candidate(fewer, changed, wider)
+        yield f"{axis} {now} → {now // 2}", Candidate(fewer, changed, data._replace(shard=data.shard * 2))

@@ -68,14 +68,10 @@ def goodput_share(every: float, save: float, between_failures: float, recover: f
     return (1 - save / every) * between_failures / (between_failures + recover + every / 2)
 
 
-def checkpoint_bytes(request: PlanRequest) -> int:
-    """Bytes of one full checkpoint."""
-    return BYTES_PER_PARAMETER * count_parameters(request.model)
-
-
 def _with_tier(request: PlanRequest, tier: StorageTier, node_mtbf: float, restart: float) -> Goodput | None:
     """Goodput with saves to one tier; None if it is too small."""
-    nodes, checkpoint = nodes_used(request.chips, request.cluster), checkpoint_bytes(request)
+    nodes = nodes_used(request.chips, request.cluster)
+    checkpoint = BYTES_PER_PARAMETER * count_parameters(request.model)
     if tier.kind in ("memory", "local"):
         # A lost node takes its shard with it: every shard is also sent to another node.
         each = 2 * checkpoint / nodes

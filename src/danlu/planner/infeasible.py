@@ -7,13 +7,13 @@ from math import ceil, prod
 
 from danlu.planner.pricing import PlanPricer
 from danlu.planner.request import PlanRequest
-from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace
+from danlu.planner.search_space import ScheduleKnobs, SearchSpace
 from danlu.spec.plan import DENSE_AXES
 from danlu.spec.problem import Problem
 
 _AXES = (*DENSE_AXES, "ep")
-_MOST_TIMES = 64
-"""Largest multiple of the requested chips that is tried."""
+_MULTIPLES = (2, 4, 8, 16, 32, 64)
+"""Multiples of the requested chips that are tried."""
 
 
 def explain_infeasible(request: PlanRequest) -> str:
@@ -101,13 +101,8 @@ def nearest_feasible_chips(request: PlanRequest) -> list[int]:
 
 def chips_needed(request: PlanRequest) -> int | None:
     """The first of 2, 4, 8 … times the chips on which a layout fits; None if there is none."""
-    times = 2
-    while times <= _MOST_TIMES:
-        other = _with_chips(request, request.chips * times)
-        if _fits(other):
-            return other.chips
-        times *= 2
-    return None
+    multiples = (request.chips * times for times in _MULTIPLES)
+    return next((chips for chips in multiples if _fits(_with_chips(request, chips))), None)
 
 
 def _with_chips(request: PlanRequest, chips: int) -> PlanRequest:
@@ -121,19 +116,6 @@ def _with_chips(request: PlanRequest, chips: int) -> PlanRequest:
 
 
 def _fits(request: PlanRequest) -> bool:
-    """Whether any layout fits; the most sharded ones take the least memory, with one microbatch or the smallest."""
-    space, pricer = SearchSpace(request), PlanPricer(request)
-    for shape in space.shapes():
-        numbers = space.microbatches(shape)
-        if shape.microbatches not in (numbers[0], numbers[-1]):
-            continue
-        for schedule in space.schedules_of(shape):
-            data_splits = space.data_splits(shape, schedule)
-            most = max((data.shard for data in data_splits), default=0)
-            for data in data_splits:
-                taken = (
-                    pricer.memory(Candidate(shape, schedule, data)).device_bytes if data.shard == most else float("inf")
-                )
-                if taken <= request.usable_memory:
-                    return True
-    return False
+    """Whether any layout fits."""
+    pricer, some = PlanPricer(request), SearchSpace(request).least_memory_candidates()
+    return any(pricer.memory(candidate).device_bytes <= request.usable_memory for candidate in some)

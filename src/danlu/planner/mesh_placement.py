@@ -4,7 +4,7 @@ Axes fill the levels from the innermost outwards, each contiguous; every order i
 out of those of `shard × cp × tp` in every way that divides the levels.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import permutations
 from math import gcd, prod
@@ -18,14 +18,17 @@ from danlu.spec.rank_placement import (
     EXPERT_AXES,
     AxisFactors,
     PlacementError,
+    fill_levels,
     foldable_ranks,
     place_dense_axes,
     place_expert_axes,
     placement_levels,
+    rank_digits,
     ranks_per_node,
 )
 
 GroupShapes = tuple[tuple[str, GroupShape], ...]
+_Mapping = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 PER_LAYER_AXES = ("tp", "cp", "ep")
 """Axes that communicate inside every layer."""
 
@@ -33,7 +36,7 @@ PER_LAYER_AXES = ("tp", "cp", "ep")
 class MeshPlacement(NamedTuple):
     """One way to place the axes of a layout on the network."""
 
-    mapping: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    mapping: _Mapping
     """As `Plan.mapping`, without axes of degree 1; empty for the default placement."""
     group_shapes: GroupShapes
     """In the cost model's form."""
@@ -46,8 +49,8 @@ class MeshPlacement(NamedTuple):
 def placement_of_plan(plan: Plan, cluster: Cluster) -> MeshPlacement:
     """The placement that a plan's mapping gives."""
     mapping = tuple((axis, tuple(factors.items())) for axis, factors in plan.mapping.items())
-    spans = _spans(place_dense_axes(plan, cluster), place_expert_axes(plan, cluster), plan.degrees, cluster)
-    return MeshPlacement(mapping, spans)
+    shapes = _group_shapes(place_dense_axes(plan, cluster), place_expert_axes(plan, cluster), plan.degrees, cluster)
+    return MeshPlacement(mapping, shapes)
 
 
 class PlacementEnumerator:
@@ -66,7 +69,7 @@ class PlacementEnumerator:
         if degrees not in self._found:
             found: dict[GroupShapes, list[MeshPlacement]] = {}
             for placement in _enumerate_placements(degrees, self.cluster).values():
-                inner = tuple((name, span) for name, span in placement.group_shapes if name in PER_LAYER_AXES)
+                inner = tuple((name, shape) for name, shape in placement.group_shapes if name in PER_LAYER_AXES)
                 found.setdefault(inner, []).append(placement)
             self._found[degrees] = {inner: tuple(some) for inner, some in found.items()}
         return self._found[degrees]
@@ -81,28 +84,20 @@ def _enumerate_placements(degrees: Degrees, cluster: Cluster) -> dict[GroupShape
         pass
     for dense, mapping in _dense_placements(degrees, cluster):
         for expert, expert_mapping in _expert_placements(dense, degrees, cluster):
-            spans = _spans(dense, expert, degrees, cluster)
-            found.setdefault(_deciding_shapes(spans, degrees), MeshPlacement((*mapping, *expert_mapping), spans))
+            shapes = _group_shapes(dense, expert, degrees, cluster)
+            found.setdefault(_deciding_shapes(shapes, degrees), MeshPlacement((*mapping, *expert_mapping), shapes))
     return found
 
 
-def _deciding_shapes(spans: GroupShapes, degrees: Degrees) -> GroupShapes:
+def _deciding_shapes(shapes: GroupShapes, degrees: Degrees) -> GroupShapes:
     """The group shapes that set the time: two placements with the same ones are equal.
 
     Groups of equal states follow from the shard and replicate groups. Without `ep` no traffic runs along expert axes.
     Adjacent stages of a pipeline wait for the hop over its outermost level.
     """
-    deciding = [(name, span) for name, span in spans if name in _DECIDING and (degrees.ep > 1 or name in _DENSE)]
-    pipe = dict(spans)["pp"]
-    outermost = max((level for level, ranks in enumerate(pipe) if ranks > 1), default=0)
-    return (*deciding, ("pp", (outermost,)))
-
-
-_DENSE = ("tp", "cp", "replicate", "shard×cp")
-_DECIDING = (*_DENSE, "ep", "expert_shard")
-
-
-_Mapping = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    deciding = ("tp", "cp", "replicate", "shard×cp", *(("ep", "expert_shard") if degrees.ep > 1 else ()))
+    outermost = max((level for level, ranks in enumerate(dict(shapes)["pp"]) if ranks > 1), default=0)
+    return *((name, shape) for name, shape in shapes if name in deciding), ("pp", (outermost,))
 
 
 def _dense_placements(degrees: Degrees, cluster: Cluster) -> Iterator[tuple[AxisFactors, _Mapping]]:
@@ -118,17 +113,12 @@ def _dense_placements(degrees: Degrees, cluster: Cluster) -> Iterator[tuple[Axis
     for order in permutations(axes):
         free_ranks = [band.ranks for band in levels]
         factors: AxisFactors = {axis: [1] * len(levels) for axis in DENSE_AXES}
-        if all(_fill_levels(getattr(degrees, axis), free_ranks, factors[axis]) for axis in order):
+        for axis in order:
+            factors[axis], left = fill_levels(getattr(degrees, axis), free_ranks)
+            if left > 1:
+                break
+        else:
             yield factors, tuple((axis, _named(factors[axis], names)) for axis in axes)
-
-
-def _fill_levels(degree: int, free_ranks: list[int], factors: list[int]) -> bool:
-    """Place an axis on the free ranks from the innermost level outwards; whether all of it fits."""
-    for level, free in enumerate(free_ranks):
-        factors[level] = gcd(degree, free)
-        free_ranks[level] //= factors[level]
-        degree //= factors[level]
-    return degree == 1
 
 
 def _expert_placements(
@@ -137,13 +127,8 @@ def _expert_placements(
     free_ranks, names = foldable_ranks(dense), tuple(level.name for level in cluster.levels)
     for row in _rows(degrees.ep, tuple(free_ranks)):
         rest = [free // factor for free, factor in zip(free_ranks, row, strict=True)]
-        factors: AxisFactors = {
-            "pp": dense["pp"],
-            "replicate": dense["replicate"],
-            "ep": list(row),
-            "expert_shard": rest,
-        }
-        yield factors, (("ep", _named(row, names)),) if degrees.ep > 1 else ()
+        expert: AxisFactors = {"ep": list(row), "expert_shard": rest}
+        yield dense | expert, (("ep", _named(row, names)),) if degrees.ep > 1 else ()
 
 
 def _named(row: Sequence[int], names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -162,10 +147,10 @@ def _rows(degree: int, free_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ..
     )
 
 
-def _spans(dense: AxisFactors, expert: AxisFactors, degrees: Degrees, cluster: Cluster) -> GroupShapes:
+def _group_shapes(dense: AxisFactors, expert: AxisFactors, degrees: Degrees, cluster: Cluster) -> GroupShapes:
     """The shape of every group."""
     inside = ranks_per_level(degrees.world, cluster)
-    dense_digits, expert_digits = _digits(dense, DENSE_AXES), _digits(expert, EXPERT_AXES)
+    dense_digits, expert_digits = list(rank_digits(dense, DENSE_AXES)), list(rank_digits(expert, EXPERT_AXES))
     groups = {
         "tp": (dense_digits, ("tp",)),
         "cp": (dense_digits, ("cp",)),
@@ -177,7 +162,10 @@ def _spans(dense: AxisFactors, expert: AxisFactors, degrees: Degrees, cluster: C
         "expert_shard": (expert_digits, ("expert_shard",)),
         "expert_data": (expert_digits, ("expert_shard", "replicate")),
     }
-    return tuple((name, _group_shape(digits, axes, inside)) for name, (digits, axes) in groups.items())
+    return tuple(
+        (name, _members_per_level(tuple((base, stride) for axis, base, stride in digits if axis in axes), inside))
+        for name, (digits, axes) in groups.items()
+    )
 
 
 def ranks_per_level(world: int, cluster: Cluster) -> tuple[int, ...]:
@@ -188,22 +176,6 @@ def ranks_per_level(world: int, cluster: Cluster) -> tuple[int, ...]:
     return *inside[:-1], max(world, inside[-1])
 
 
-def _digits(factors: AxisFactors, axes: Sequence[str]) -> list[tuple[str, int, int]]:
-    """A rank's number as mixed-radix digits, innermost first: axis, base, stride."""
-    found, stride = [], 1
-    for band in range(len(factors[axes[0]])):
-        for axis in reversed(axes):
-            if factors[axis][band] > 1:
-                found.append((axis, factors[axis][band], stride))
-                stride *= factors[axis][band]
-    return found
-
-
-def _group_shape(digits: Iterable[tuple[str, int, int]], axes: Sequence[str], inside: tuple[int, ...]) -> GroupShape:
-    """Members on every level of the group along some axes."""
-    return _members_per_level(tuple((factor, stride) for axis, factor, stride in digits if axis in axes), inside)
-
-
 @cache
 def _members_per_level(digits: tuple[tuple[int, int], ...], inside: tuple[int, ...]) -> GroupShape:
     """Members on every level of a group whose ranks differ in these digits.
@@ -212,7 +184,7 @@ def _members_per_level(digits: tuple[tuple[int, int], ...], inside: tuple[int, .
     largest number that divides the group and is a multiple of those inside the level below.
     """
     total = prod(factor for factor, _ in digits)
-    span, below = [], 1
+    shape, below = [], 1
     for capacity in inside[:-1]:
         members = 1
         for factor, stride in digits:
@@ -221,6 +193,6 @@ def _members_per_level(digits: tuple[tuple[int, int], ...], inside: tuple[int, .
                 factor if free_ranks % factor == 0 else (free_ranks if free_ranks < factor else gcd(factor, free_ranks))
             )
         members = below * max(d for d in divisors(total // below) if d * below <= max(members, below))
-        span.append(members // below)
+        shape.append(members // below)
         below = members
-    return (*span, total // below)
+    return (*shape, total // below)

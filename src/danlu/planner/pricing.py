@@ -1,17 +1,20 @@
 """Time and memory of a layout: exact at one placement, and a lower bound over all placements."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from danlu.cost import flops_per_token
 from danlu.cost.collectives import Link, Network
 from danlu.cost.memory import MemoryEstimate
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
-from danlu.planner.mesh_placement import GroupShapes, MeshPlacement
+from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, ScheduleKnobs, ShapeKnobs
+from danlu.spec.plan import Plan
 
 _COST_RECOMPUTE = {"none": "none", "selective": "elementwise", "full": "full"}
 """A plan's recompute modes in the cost model's terms."""
@@ -22,6 +25,66 @@ _NO_MEMORY = MemoryEstimate(
 """Passed where only the time is needed."""
 _NOT_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
 """Parts of a step outside the passes through layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedPlan:
+    """A placed layout with its predicted time and memory."""
+
+    request: PlanRequest
+    candidate: Candidate
+    placement: MeshPlacement
+    prediction: StepPrediction
+
+    @property
+    def plan(self) -> Plan:
+        """The layout as a plan."""
+        return self.candidate.plan(self.placement.to_mapping())
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.prediction.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks, without failures."""
+        return self.request.recipe.batch.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs per second over the peak of the chips."""
+        request = self.request
+        needed = flops_per_token(request.model, request.recipe.batch.length)
+        return float(self.tokens_per_second * needed / (request.chips * request.peak))
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest chip, with allocator overhead, context and channels."""
+        return self.prediction.memory.device_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the fullest chip, with the reserve kept free."""
+        return self.peak_bytes <= self.request.usable_memory
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences per microbatch."""
+        shape = self.candidate.shape
+        return self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
+
+    @property
+    def tie_break(self) -> tuple[object, ...]:
+        """Of equally fast layouts the smallest wins: fewer ranks on the axes with most traffic."""
+        shape, _, data = self.candidate
+        degrees = (shape.pp, shape.cp, shape.tp, shape.ep, data.replicate)
+        return *degrees, len(self.placement.mapping), self.candidate, self.placement.mapping
+
+    @property
+    def sort_key(self) -> tuple[float, tuple[object, ...]]:
+        """The fastest first."""
+        return self.seconds, self.tie_break
 
 
 def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
@@ -38,34 +101,43 @@ def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
 
 
 class PlanPricer:
-    """Prices the layouts of one request; `lower_bound` never exceeds `price` at any placement."""
+    """Prices the layouts of one request; `lower_bound` never exceeds `price` at any placement.
 
-    def __init__(self, request: PlanRequest) -> None:
+    With `free_level`, as if that level of the network cost nothing.
+    """
+
+    def __init__(self, request: PlanRequest, free_level: int | None = None) -> None:
         self.request = request
-        self._exact: dict[PlanRecompute, Predictor] = {}
-        self._relaxed: dict[PlanRecompute, Predictor] = {}
+        self.enumerator = PlacementEnumerator(request.cluster)
+        self._free_level = free_level
+        self._predictor = lru_cache(maxsize=None)(self._new_predictor)
+        self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
         self._networks = RelaxedNetworkBuilder(self._predictor("none").network, request.chips, request.cluster)
 
-    def price(
-        self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None
-    ) -> StepPrediction:
+    def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
         """Time and memory of a placed layout; pass `memory` if it is known from another placement."""
-        return self._predictor(candidate.schedule.recompute).predict(
-            self._layout(candidate, placement.group_shapes), memory
-        )
+        layout = self._layout(candidate, placement.group_shapes)
+        prediction = self._predictor(candidate.schedule.recompute).predict(layout, memory)
+        return PricedPlan(request=self.request, candidate=candidate, placement=placement, prediction=prediction)
+
+    def price_best_placement(self, candidate: Candidate) -> PricedPlan | None:
+        """A layout at its fastest placement; None if its axes cannot be placed on the levels."""
+        memory = self.memory(candidate)
+        plans = (self.price(candidate, each, memory) for each in self.enumerator.placements(candidate.degrees))
+        return min(plans, key=lambda priced: priced.sort_key, default=None)
 
     def memory(self, candidate: Candidate) -> MemoryEstimate:
         """Memory of a layout; the same at every placement."""
-        return self._predictor(candidate.schedule.recompute).memory(self._layout(candidate, ()))
+        return self._predictor(candidate.schedule.recompute).memory(self._layout(candidate))
 
     def memory_by_pp_rank(self, candidate: Candidate) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
-        return self._predictor(candidate.schedule.recompute).memory_by_pp_rank(self._layout(candidate, ()))
+        return self._predictor(candidate.schedule.recompute).memory_by_pp_rank(self._layout(candidate))
 
     def counts(self, candidate: Candidate, pp_rank: int) -> RankCounts:
         """FLOPs and bytes sent in a step by a rank of this pp rank."""
-        return self._predictor(candidate.schedule.recompute).counts(self._layout(candidate, ()), pp_rank)
+        return self._predictor(candidate.schedule.recompute).counts(self._layout(candidate), pp_rank)
 
     def lower_bound(
         self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
@@ -73,23 +145,19 @@ class PlanPricer:
         """Memory, and a lower bound on the time over all placements, or over those with the `known` groups."""
         shape, schedule, data = candidate
         expert_shard = data.shard * shape.cp * shape.tp // shape.ep
-        predictor = self._relaxed.get(schedule.recompute)
-        if predictor is None:
-            predictor = self._relaxed[schedule.recompute] = self._new_predictor(schedule.recompute)
-        predictor.network, spans = self._networks.network(
-            (
-                shape.tp,
-                data.replicate,
-                data.shard * shape.cp,
-                shape.dp * shape.cp,
-                expert_shard,
-                expert_shard * data.replicate,
-                shape.cp,
-                shape.ep,
-            ),
-            known,
+        sizes = (
+            shape.tp,
+            data.replicate,
+            data.shard * shape.cp,
+            shape.dp * shape.cp,
+            expert_shard,
+            expert_shard * data.replicate,
+            shape.cp,
+            shape.ep,
         )
-        return predictor.predict(self._layout(candidate, spans), memory)
+        predictor = self._relaxed_predictor(schedule.recompute)
+        predictor.network, group_shapes = self._networks.build(sizes, known)
+        return predictor.predict(self._layout(candidate, group_shapes), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
         """Lower bound in seconds for all layouts with this shape (and schedule): passes through layers, and bubble.
@@ -110,19 +178,6 @@ class PlanPricer:
             return max(even, 2 * shape.microbatches * model_pass / (shape.pp + 1))
         return even + (model_pass - model_pass / shape.pp) / schedule.stages_per_rank
 
-    def with_free_level(self, level: int) -> "PlanPricer":
-        """A pricer for the same request whose network level `level` is free."""
-        other = PlanPricer(self.request)
-        for recompute in ("none", "selective", "full"):
-            predictor = other._new_predictor(recompute)
-            links = tuple(
-                Link(link.capacity, float("inf"), 0.0) if index == level else link
-                for index, link in enumerate(predictor.network.links)
-            )
-            predictor.network = Network(links, predictor.network.collective_latency)
-            other._exact[recompute] = predictor
-        return other
-
     def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute) -> float:
         """Lower bound on the seconds of one microbatch through the full model on one rank."""
         sequences = self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
@@ -136,7 +191,7 @@ class PlanPricer:
             self._passes[key] = found
         return found
 
-    def _layout(self, candidate: Candidate, spans: GroupShapes) -> ParallelLayout:
+    def _layout(self, candidate: Candidate, group_shapes: GroupShapes = ()) -> ParallelLayout:
         shape, schedule, data = candidate
         return ParallelLayout(
             pp=shape.pp,
@@ -150,15 +205,14 @@ class PlanPricer:
             stages_per_rank=schedule.stages_per_rank,
             stage_layers=schedule.stage_layers,
             reshard_after_forward=data.reshard_after_forward,
-            group_shapes=spans,
+            group_shapes=group_shapes,
         )
-
-    def _predictor(self, recompute: PlanRecompute) -> Predictor:
-        found = self._exact.get(recompute)
-        if found is None:
-            found = self._exact[recompute] = self._new_predictor(recompute)
-        return found
 
     def _new_predictor(self, recompute: PlanRecompute) -> Predictor:
         request, software = self.request, software_for(self.request, recompute)
-        return Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
+        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
+        if self._free_level is not None:
+            links = list(predictor.network.links)
+            links[self._free_level] = Link(links[self._free_level].capacity, float("inf"), 0.0)
+            predictor.network = Network(tuple(links), predictor.network.collective_latency)
+        return predictor

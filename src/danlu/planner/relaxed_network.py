@@ -5,6 +5,7 @@ At a real placement groups compete for the inner levels, so no collective is fas
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from math import log2
 
 from danlu.cost.collectives import GroupShape, Link, Network, group_size
@@ -24,8 +25,7 @@ class RelaxedNetworkBuilder:
 
     def __init__(self, real: Network, world: int, cluster: Cluster) -> None:
         self._real, self._inside = real, ranks_per_level(world, cluster)
-        self._links: dict[tuple[int, bool, GroupShape | None], Link] = {}
-        self._spans: dict[tuple[int, int], GroupShape] = {}
+        self._link = lru_cache(maxsize=None)(self._fastest_link)
         # Point-to-point transfers use one level as fast as the fastest of the real ones.
         fastest, soonest = max(link.bandwidth for link in real.links), min(link.latency for link in real.links)
         self._start = real.collective_latency
@@ -34,48 +34,33 @@ class RelaxedNetworkBuilder:
             fastest, soonest, self._start = float("inf"), 0.0, 0.0
         self._neighbors = Link(max(world, real.links[-1].capacity) + 1, fastest, soonest)
 
-    def network(self, sizes: Sequence[int], known: GroupShapes = ()) -> tuple[Network, GroupShapes]:
+    def build(self, sizes: Sequence[int], known: GroupShapes = ()) -> tuple[Network, GroupShapes]:
         """The network for groups of these sizes, in the order of `COLLECTIVE_GROUPS`, and each group's shape on it.
 
         The shape of `known` groups on the real levels is fixed.
         """
-        links, spans, settled = [self._neighbors], [("pp", self._span(0, 1))], dict(known)
+        links, shapes, fixed = [self._neighbors], [("pp", _shape_on_one_level(0, 1))], dict(known)
         for index, (name, ranks) in enumerate(zip(COLLECTIVE_GROUPS, sizes, strict=True), start=1):
-            links.append(self._link(ranks, name in ALL_TO_ALL_GROUPS, settled.get(name)))
-            spans.append((name, self._span(index, ranks)))
-        return Network(tuple(links), self._start), tuple(spans)
+            links.append(self._link(ranks, name in ALL_TO_ALL_GROUPS, fixed.get(name)))
+            shapes.append((name, _shape_on_one_level(index, ranks)))
+        return Network(tuple(links), self._start), tuple(shapes)
 
-    def _span(self, index: int, ranks: int) -> GroupShape:
-        found = self._spans.get((index, ranks))
-        if found is None:
-            found = self._spans[index, ranks] = tuple(
-                ranks if level == index else 1 for level in range(len(COLLECTIVE_GROUPS) + 1)
-            )
-        return found
-
-    def _link(self, ranks: int, all_to_all: bool, settled: GroupShape | None) -> Link:
-        key = (ranks, all_to_all, settled)
-        found = self._links.get(key)
-        if found is None:
-            found = self._links[key] = self._best(*key)
-        return found
-
-    def _best(self, ranks: int, all_to_all: bool, settled: GroupShape | None) -> Link:
-        """One level on which a group takes the least time over all its spreads over the real levels."""
+    def _fastest_link(self, ranks: int, all_to_all: bool, fixed: GroupShape | None) -> Link:
+        """One level on which a group takes the least time over all its shapes on the real levels."""
         if ranks == 1 or any(link.measured for link in self._real.links):
             return self._neighbors
-        spreads = [settled] if settled else list(_group_shapes(ranks, self._inside))
-        busy = min(self._seconds_per_byte(span, all_to_all) for span in spreads)
+        shapes = [fixed] if fixed else list(_possible_shapes(ranks, self._inside))
+        seconds_per_byte = min(self._seconds_per_byte(shape, all_to_all) for shape in shapes)
         latencies = [link.latency for link in self._real.links]
-        rings = min(sum((r - 1) * late for r, late in zip(span, latencies, strict=True)) for span in spreads)
-        trees = min(sum(log2(r) * late for r, late in zip(span, latencies, strict=True)) for span in spreads)
+        rings = min(sum((r - 1) * late for r, late in zip(shape, latencies, strict=True)) for shape in shapes)
+        trees = min(sum(log2(r) * late for r, late in zip(shape, latencies, strict=True)) for shape in shapes)
         latency = min(rings / (ranks - 1), trees / log2(ranks))
-        return Link(self._neighbors.capacity, (1 - 1 / ranks) / busy, latency)
+        return Link(self._neighbors.capacity, (1 - 1 / ranks) / seconds_per_byte, latency)
 
-    def _seconds_per_byte(self, span: GroupShape, all_to_all: bool) -> float:
+    def _seconds_per_byte(self, shape: GroupShape, all_to_all: bool) -> float:
         """Seconds per byte of a group with this shape: per byte gathered, or per byte that a rank sends to all."""
-        slowest, inside, total = 0.0, 1, group_size(span)
-        for index, (ranks, link) in enumerate(zip(span, self._real.links, strict=True)):
+        slowest, inside, total = 0.0, 1, group_size(shape)
+        for index, (ranks, link) in enumerate(zip(shape, self._real.links, strict=True)):
             if ranks > 1:
                 reached = inside * ranks if index == 0 else total
                 sent = (reached - inside) / total if all_to_all else (1 - 1 / ranks) / inside
@@ -84,7 +69,13 @@ class RelaxedNetworkBuilder:
         return slowest
 
 
-def _group_shapes(ranks: int, inside: Sequence[int]) -> Iterator[GroupShape]:
+@cache
+def _shape_on_one_level(index: int, ranks: int) -> GroupShape:
+    """The shape of a group whose ranks are all on its own level of the relaxed network."""
+    return tuple(ranks if level == index else 1 for level in range(len(COLLECTIVE_GROUPS) + 1))
+
+
+def _possible_shapes(ranks: int, inside: Sequence[int]) -> Iterator[GroupShape]:
     """Every way to spread the ranks over the levels; the outermost takes the rest."""
 
     def further(level: int, below: int) -> Iterator[tuple[int, ...]]:

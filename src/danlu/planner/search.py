@@ -14,65 +14,15 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from danlu.cost import flops_per_token
 from danlu.cost.memory import MemoryEstimate
-from danlu.cost.step_prediction import StepPrediction
-from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator, placement_of_plan
-from danlu.planner.pricing import PlanPricer
+from danlu.planner.mesh_placement import GroupShapes, placement_of_plan
+from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace, ShapeKnobs, candidate_from_plan
 from danlu.spec.plan import Plan
 
 DEFAULT_RESULTS = 5
 """Layouts that a search returns by default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PricedPlan:
-    """A placed layout with its predicted time and memory."""
-
-    request: PlanRequest
-    candidate: Candidate
-    placement: MeshPlacement
-    prediction: StepPrediction
-
-    @property
-    def plan(self) -> Plan:
-        """The layout as a plan."""
-        return self.candidate.plan(self.placement.to_mapping())
-
-    @property
-    def seconds(self) -> float:
-        """Of one step."""
-        return self.prediction.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks, without failures."""
-        return self.request.recipe.batch.tokens / self.seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs per second over the peak of the chips."""
-        request = self.request
-        needed = flops_per_token(request.model, request.recipe.batch.length)
-        return float(self.tokens_per_second * needed / (request.chips * request.peak))
-
-    @property
-    def peak_bytes(self) -> float:
-        """Of the fullest chip, with allocator overhead, context and channels."""
-        return self.prediction.memory.device_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits the fullest chip, with the reserve kept free."""
-        return self.peak_bytes <= self.request.usable_memory
-
-    @property
-    def microbatch_size(self) -> int:
-        """Sequences per microbatch."""
-        shape = self.candidate.shape
-        return self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,29 +49,7 @@ expanded nodes."""
 
 def price_plan(request: PlanRequest, plan: Plan) -> PricedPlan:
     """Price one plan; raises `PlacementError` if its axes do not fit the network."""
-    candidate, placement = candidate_from_plan(plan), placement_of_plan(plan, request.cluster)
-    return PricedPlan(
-        request=request,
-        candidate=candidate,
-        placement=placement,
-        prediction=PlanPricer(request).price(candidate, placement),
-    )
-
-
-def price_best_placement(request: PlanRequest, candidate: Candidate) -> PricedPlan:
-    """Price one layout at its fastest placement."""
-    pricer = PlanPricer(request)
-    memory = pricer.memory(candidate)
-    plans = (
-        PricedPlan(
-            request=request,
-            candidate=candidate,
-            placement=placement,
-            prediction=pricer.price(candidate, placement, memory),
-        )
-        for placement in PlacementEnumerator(request.cluster).placements(candidate.degrees)
-    )
-    return min(plans, key=_rank)
+    return PlanPricer(request).price(candidate_from_plan(plan), placement_of_plan(plan, request.cluster))
 
 
 class SearchFunction(Protocol):
@@ -144,41 +72,21 @@ def search(
 
 def search_exhaustively(request: PlanRequest) -> PricedPlan | None:
     """The fastest layout that fits, by pricing every layout at every placement; only for small requests."""
-    space, pricer, enumerator = SearchSpace(request), PlanPricer(request), PlacementEnumerator(request.cluster)
-    best: PricedPlan | None = None
-    for candidate in space.candidates():
-        for placement in enumerator.placements(candidate.degrees):
-            prediction = pricer.price(candidate, placement)
-            priced = PricedPlan(request=request, candidate=candidate, placement=placement, prediction=prediction)
-            if priced.fits and (best is None or _rank(priced) < _rank(best)):
-                best = priced
-    return best
-
-
-def _rank(priced: PricedPlan) -> tuple[float, tuple[object, ...]]:
-    """Sort key: fewer seconds; of equals, fewer ranks on the axes with most traffic."""
-    return priced.seconds, _tie_break(priced.candidate, priced.placement)
-
-
-def _tie_break(candidate: Candidate, placement: MeshPlacement) -> tuple[object, ...]:
-    shape, _, data = candidate
-    return (
-        shape.pp,
-        shape.cp,
-        shape.tp,
-        shape.ep,
-        data.replicate,
-        len(placement.mapping),
-        candidate,
-        placement.mapping,
+    pricer = PlanPricer(request)
+    every = (
+        pricer.price(candidate, placement)
+        for candidate in SearchSpace(request).candidates()
+        for placement in pricer.enumerator.placements(candidate.degrees)
     )
+    return min((priced for priced in every if priced.fits), key=lambda priced: priced.sort_key, default=None)
 
 
 class _PartialPlacement(NamedTuple):
     """A layout with some of its axes placed."""
 
     candidate: Candidate
-    spans: GroupShapes
+    layer_groups: GroupShapes
+    """Shapes of the groups that communicate inside every layer."""
     memory: MemoryEstimate
 
 
@@ -189,7 +97,6 @@ class _Search:
     def __init__(self, request: PlanRequest, shown: int, progress: ProgressCallback | None, within: float) -> None:
         self.request, self.shown, self.progress, self.within = request, shown, progress, within
         self.space, self.pricer = SearchSpace(request), PlanPricer(request)
-        self.enumerator = PlacementEnumerator(request.cluster)
         self.heap: list[_Item] = []
         self.order = count()
         self.best: list[PricedPlan] = []
@@ -228,7 +135,7 @@ class _Search:
             layouts_searched=self.layouts,
             priced=self.priced,
             seconds=monotonic() - begin,
-            least_memory=price_best_placement(self.request, known[1]) if known else None,
+            least_memory=self.pricer.price_best_placement(known[1]) if known else None,
         )
 
     def _push(self, bound: float, node: object, rank: tuple[object, ...] = ()) -> None:
@@ -267,13 +174,10 @@ class _Search:
         """
         key = (shape, schedule)
         if key not in self.fewest:
-            data_splits = self.space.data_splits(shape, schedule)
-            most = max(data.shard for data in data_splits)
-            least_memory = [data for data in data_splits if data.shard == most]
             numbers = self.space.microbatches(shape)
 
             def fits(number: int) -> bool:
-                some = [Candidate(shape._replace(microbatches=number), schedule, data) for data in least_memory]
+                some = self.space.most_sharded(shape._replace(microbatches=number), schedule)
                 taken, candidate = min((self.pricer.memory(each).device_bytes, each) for each in some)
                 if self.least_memory is None or taken < self.least_memory[0]:
                     self.least_memory = taken, candidate
@@ -287,22 +191,18 @@ class _Search:
         if self._degrees(candidate) in self.done:
             return
         memory = self.pricer.memory(candidate)
-        for inner in self.enumerator.by_layer_axes(candidate.degrees):
+        for inner in self.pricer.enumerator.by_layer_axes(candidate.degrees):
             least = self.pricer.lower_bound(candidate, memory, inner)
             self._push(max(bound, least.seconds), _PartialPlacement(candidate, inner, memory))
 
     def _open_inner(self, bound: float, node: _PartialPlacement) -> None:
         if self._degrees(node.candidate) in self.done:
             return
-        for placement in self.enumerator.by_layer_axes(node.candidate.degrees)[node.spans]:
-            priced = self._priced_plan(node.candidate, placement, node.memory)
+        for placement in self.pricer.enumerator.by_layer_axes(node.candidate.degrees)[node.layer_groups]:
+            self.priced += 1
+            priced = self.pricer.price(node.candidate, placement, node.memory)
             self.incumbent = min(self.incumbent, priced.seconds)
-            self._push(max(bound, priced.seconds), priced, _tie_break(priced.candidate, priced.placement))
-
-    def _priced_plan(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate) -> PricedPlan:
-        self.priced += 1
-        prediction = self.pricer.price(candidate, placement, memory)
-        return PricedPlan(request=self.request, candidate=candidate, placement=placement, prediction=prediction)
+            self._push(max(bound, priced.seconds), priced, priced.tie_break)
 
     def _accept(self, priced: PricedPlan) -> None:
         degrees = self._degrees(priced.candidate)

@@ -182,6 +182,23 @@ class SearchSpace:
                 for data in self.data_splits(shape, schedule):
                     yield Candidate(shape, schedule, data)
 
+    def most_sharded(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> list[Candidate]:
+        """The layouts of a shape and schedule that shard states most: one of them takes the least memory."""
+        splits = self.data_splits(shape, schedule)
+        most = max((data.shard for data in splits), default=0)
+        return [Candidate(shape, schedule, data) for data in splits if data.shard == most]
+
+    def least_memory_candidates(self) -> Iterator[Candidate]:
+        """Layouts among which is the one with the least memory.
+
+        One microbatch holds no gradients yet; of several, the smallest take the least memory.
+        """
+        for shape in self.shapes():
+            numbers = self.microbatches(shape)
+            if shape.microbatches in (numbers[0], numbers[-1]):
+                for schedule in self.schedules_of(shape):
+                    yield from self.most_sharded(shape, schedule)
+
     def _expert_degrees(self, dp: int, cp: int, tp: int) -> Iterator[int]:
         moe = self.request.model.moe
         experts = moe.experts if moe else 1

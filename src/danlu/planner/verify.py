@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from danlu.cost.memory import MemoryEstimate
-from danlu.planner.pricing import PlanPricer
-from danlu.planner.search import PricedPlan
+from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.spec.trace import MEMORY_KINDS, DryRun, Trace
 
 TOLERANCE = 0.1
@@ -79,18 +78,16 @@ class LayoutVerification:
     def verdict(self) -> str:
         """One sentence: whether the layout is accepted, and which predictions are off."""
         limit = self.priced_plan.request.usable_memory
-        off = ", ".join(f"{line.figure} {_percent(line)}" for line in self.wrong)
+        off = ", ".join(
+            f"{line.figure} {'(none in the dry run)' if line.ratio is None else f'by {line.ratio - 1:+.0%}'}"
+            for line in self.wrong
+        )
         within = f"every figure within {TOLERANCE:.0%}"
         summary = f"off by more than {TOLERANCE:.0%}: {off}" if off else within
         if self.is_refused:
             over = (self.device_bytes - limit) / 1e9
             return f"rejected: the dry run needs {over:.1f} GB over the limit of {limit / 1e9:.1f} GB; {summary}."
         return f"accepted: {summary}."
-
-
-def _percent(line: FigureComparison) -> str:
-    ratio = line.ratio
-    return "(none in the dry run)" if ratio is None else f"by {ratio - 1:+.0%}"
 
 
 def pp_ranks_to_run(priced: PricedPlan) -> tuple[int, ...]:

@@ -1,15 +1,15 @@
 """Variations of a request: another machine, longer sequences, the least memory."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from danlu.planner.infeasible import explain_infeasible
-from danlu.planner.pricing import PlanPricer
+from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import PlanRequest, PlanRequestError
-from danlu.planner.search import PricedPlan, SearchFunction, price_best_placement
-from danlu.planner.search_space import Candidate, SearchSpace
+from danlu.planner.search import SearchFunction
+from danlu.planner.search_space import SearchSpace
 from danlu.spec.cluster import Cluster
 from danlu.spec.description import SpecModel
 from danlu.spec.problem import expected_from, suggest_name
@@ -18,6 +18,7 @@ from danlu.spec.recipe import BatchConfig
 from danlu.spec.text import one_line
 
 _AS_FILE = {IN_FILE: True}
+S = TypeVar("S", bound=SpecModel)
 
 
 def apply_what_if(request: PlanRequest, change: str) -> PlanRequest:
@@ -27,38 +28,36 @@ def apply_what_if(request: PlanRequest, change: str) -> PlanRequest:
     """
     setting, _, value = change.partition("=")
     where, _, name = setting.strip().partition(".")
+    value = value.strip()
     if not value or not name:
         raise PlanRequestError(f'--what-if: "{change}" must read like fabric.bandwidth=2x or chip.memory=141 GB')
     cluster = request.cluster
     levels = [level.name for level in cluster.levels]
     if where == "batch":
-        try:
-            batch = BatchConfig.model_validate(_with_field(request.recipe.batch, name, value.strip(), change))
-        except ValidationError as error:
-            raise _invalid(change, expected_from(error)) from None
+        batch = _validated(BatchConfig, _with_field(request.recipe.batch, name, value, change), change)
         return replace(request, recipe=request.recipe.model_copy(update={"batch": batch}))
     values = cluster.model_dump(mode="python")
     if where == "chip":
-        values["chip"] = _with_field(cluster.chip, name, value.strip(), change)
+        values["chip"] = _with_field(cluster.chip, name, value, change)
     elif where in levels:
-        index = levels.index(where)
         values["levels"] = [
-            _with_field(level, name, value.strip(), change) if position == index else level
-            for position, level in enumerate(cluster.levels)
+            _with_field(level, name, value, change) if level.name == where else level for level in cluster.levels
         ]
     else:
         raise PlanRequestError(
             f'--what-if: "{where}" cannot be changed: {suggest_name(where, ["chip", "batch", *levels])}'
         )
-    try:
-        machine = Cluster.model_validate(values)
-    except ValidationError as error:
-        raise _invalid(change, expected_from(error)) from None
+    machine = _validated(Cluster, values, change)
     return replace(request, cluster=machine, chips=min(request.chips, machine.chips))
 
 
-def _invalid(change: str, expected: str) -> PlanRequestError:
-    return PlanRequestError(f"--what-if: {one_line(change)}: must be {expected}, or a factor such as 2x")
+def _validated(kind: type[S], values: dict[str, Any], change: str, context: dict[str, bool] | None = None) -> S:
+    """A description of these values, or an error about the change that made them invalid."""
+    try:
+        return kind.model_validate(values, context=context)
+    except ValidationError as error:
+        expected = f"must be {expected_from(error)}, or a factor such as 2x"
+        raise PlanRequestError(f"--what-if: {one_line(change)}: {expected}") from None
 
 
 def _with_field(now_all: SpecModel, name: str, value: str, change: str) -> dict[str, Any]:
@@ -70,10 +69,7 @@ def _with_field(now_all: SpecModel, name: str, value: str, change: str) -> dict[
     if value.endswith("x"):
         return values | {name: _scaled(now, value, change)}
     read = int(value) if value.isdecimal() and len(value) < 30 else value
-    try:
-        type(now_all).model_validate(now_all.model_dump(mode="json", context=_AS_FILE) | {name: read}, context=_AS_FILE)
-    except ValidationError as error:
-        raise _invalid(change, expected_from(error)) from None
+    _validated(type(now_all), now_all.model_dump(mode="json", context=_AS_FILE) | {name: read}, change, _AS_FILE)
     return values | {name: read}
 
 
@@ -93,20 +89,13 @@ def _scaled(now: Any, value: str, change: str) -> Any:
 
 def least_memory_layout(request: PlanRequest) -> PricedPlan:
     """The layout with the least memory, however slow; raises `PlanRequestError` if there is none."""
-    space, pricer = SearchSpace(request), PlanPricer(request)
-    best: tuple[float, Candidate] | None = None
-    for shape in space.shapes():
-        if shape.microbatches not in (space.microbatches(shape)[0], space.microbatches(shape)[-1]):
-            continue  # one microbatch holds no gradients yet; of several, the smallest take the least memory
-        for schedule in space.schedules_of(shape):
-            if data_splits := space.data_splits(shape, schedule):
-                most = max(data.shard for data in data_splits)
-                some = [Candidate(shape, schedule, data) for data in data_splits if data.shard == most]
-                least_here = min((pricer.memory(candidate).device_bytes, candidate) for candidate in some)
-                best = min(best or least_here, least_here)
-    if best is None:
+    pricer = PlanPricer(request)
+    some = SearchSpace(request).least_memory_candidates()
+    best = min(((pricer.memory(candidate).device_bytes, candidate) for candidate in some), default=None)
+    priced = pricer.price_best_placement(best[1]) if best else None
+    if priced is None:
         raise PlanRequestError(explain_infeasible(request))
-    return price_best_placement(request, best[1])
+    return priced
 
 
 def sweep_sequence_length(request: PlanRequest, search: SearchFunction) -> list[tuple[int, PricedPlan | None]]:

@@ -185,12 +185,9 @@ def render_chart(curve: ChartSeries, marks: ChartMarkers, steps: tuple[int, int]
     rows = _rows(curve, up)
     pieces = [_thin_piece(piece, across, columns) for piece in _finite_segments(curve.points)]
     drawing = [
-        *(
-            f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            for y in (to_pixels((0, v))[1] for v in rows)
-        ),
+        *(horizontal_line("grid", height - up(row)) for row in rows),
         *_event_markers(marks, across, steps, height),
-        *_reference(curve, to_pixels),
+        *([horizontal_line("reference", height - up(curve.reference[0]))] if curve.reference else []),
         *_lines(curve, pieces, columns, to_pixels),
     ]
     return (
@@ -267,11 +264,9 @@ def _event_markers(marks: ChartMarkers, across: Scale, steps: tuple[int, int], h
     ]
 
 
-def _reference(curve: ChartSeries, to_pixels: Callable[[Point], Point]) -> list[str]:
-    if not curve.reference:
-        return []
-    y = to_pixels((0, curve.reference[0]))[1]
-    return [f'<line class="reference" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>']
+def horizontal_line(css_class: str, y: float) -> str:
+    """A line through the full drawing."""
+    return f'<line class="{css_class}" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
 def _reference_label(curve: ChartSeries, up: Scale, height: int) -> str:
@@ -340,3 +335,19 @@ def render_bar(segments: Sequence[BarSegment], full: float) -> str:
         if segment.value > 0
     )
     return f'<div class="bar">{shown}</div>'
+
+
+def render_bar_row(
+    name: str, segments: Sequence[BarSegment], full: float, text: str, *, mark: str = "", note: str = ""
+) -> str:
+    """A bar between its name and its value, with a mark over it and a note behind it."""
+    small = f"<small>{escape(note)}</small>" if note else ""
+    return (
+        f'<div class="level"><span>{escape(name)}</span><div class="track">{render_bar(segments, full)}{mark}</div>'
+        f"<span>{escape(text)}</span>{small}</div>"
+    )
+
+
+def render_swatches(entries: Iterable[tuple[str, str]]) -> str:
+    """The legend of a figure: CSS classes, each with the text for its color."""
+    return "".join(f'<span><i class="{css_class}"></i>{escape(text)}</span>' for css_class, text in entries)

@@ -4,6 +4,7 @@ from html import escape
 from math import prod
 
 from danlu.report import formatting
+from danlu.report.page_template import figures_table
 from danlu.report.run_history import RunHistory
 from danlu.spec import PreflightEvent, ResumeEvent, SaveEvent
 from danlu.spec.plan import DENSE_AXES
@@ -77,7 +78,9 @@ def saves_card(history: RunHistory) -> str:
         f'<td class="wide"><code>{escape(saved.path)}</code></td></tr>'
         for _, saved in sorted(history.saves.items())
     )
-    expected = f'<p class="soft">{escape(_estimate_sentence(history.preflight))}</p>' if history.preflight else ""
+    expected = ""
+    if history.preflight:
+        expected = f'<p class="soft">Before the first step: {escape(format_save_estimate(history.preflight))}.</p>'
     return (
         f'<details class="card"><summary>Checkpoints<small>{len(history.saves):,}</small></summary>{expected}'
         '<table><tr><th class="number">step</th><th class="number">took</th><th class="number">training waited</th>'
@@ -102,16 +105,11 @@ def resumes_card(history: RunHistory) -> str:
     )
 
 
-def _estimate_sentence(event: PreflightEvent) -> str:
-    text = format_save_estimate(event)
-    return f"Before the first step: {text}."
-
-
 def starts_card(history: RunHistory) -> str:
     """The page's table of starts, if there are several: each with its layout and figures."""
     if len(history.starts) < 2:
         return ""
-    rows = ""
+    rows = []
     for start in history.starts:
         pace = history.stats_of(start)
         cells = (
@@ -124,7 +122,6 @@ def starts_card(history: RunHistory) -> str:
             f"{formatting.percent(pace.mfu)} of {formatting.flop_rate(start.peak)}",
             formatting.size(pace.memory),
         )
-        rows += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        rows.append(cells)
     names = ("from step", "layout", "machine", "precision", "steps kept", "tokens/s, median", "MFU, median", "memory")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<h2>Starts</h2><div class="card scroll"><table class="figures"><tr>{head}</tr>{rows}</table></div>'
+    return f"<h2>Starts</h2>{figures_table(names, rows)}"

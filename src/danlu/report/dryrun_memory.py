@@ -6,7 +6,16 @@ from itertools import accumulate, groupby
 from typing import NamedTuple, get_args
 
 from danlu.report import formatting
-from danlu.report.chart import WIDTH, BarSegment, Scale, byte_unit, render_bar, ticks
+from danlu.report.chart import (
+    WIDTH,
+    BarSegment,
+    Scale,
+    byte_unit,
+    horizontal_line,
+    render_bar_row,
+    render_swatches,
+    ticks,
+)
 from danlu.spec.trace import MEMORY_KINDS, MemoryKind, MemorySample, Phase, Trace
 
 STACK_ORDER: tuple[MemoryKind, ...] = (
@@ -45,35 +54,41 @@ def describe_location(instant: MemorySample) -> str:
     return f"{instant.phase} of {instant.module}" if instant.module else instant.phase
 
 
+def describe_instant(instant: MemorySample) -> str:
+    """The same with its microbatch: `backward of blocks.19.mlp.down, microbatch 3`."""
+    microbatch = "" if instant.microbatch is None else f", microbatch {instant.microbatch}"
+    return f"{describe_location(instant)}{microbatch}"
+
+
 def max_memory_trace(traces: Sequence[Trace]) -> Trace:
     """The rank that needs the most memory."""
     return max(traces, key=lambda trace: trace.peak.total)
 
 
-def is_limit_drawn(limit: int | None, peak: int) -> bool:
-    """Whether a limit can be drawn together with a peak."""
-    return limit is not None and limit <= MAX_LIMIT_RATIO * peak
-
-
-def format_round_size(value: float) -> str:
-    """A round size without decimals: `80 GB`."""
-    return formatting.size(value).replace(".0 ", " ")
+def _limit_to_draw(limit: int | None, peak: int) -> int | None:
+    """The limit if it can be drawn together with a peak."""
+    return limit if limit is not None and limit <= MAX_LIMIT_RATIO * peak else None
 
 
 def peak_bars(traces: Sequence[Trace], limit: int | None) -> str:
     """A bar for every rank: its bytes at the peak, by kind, with the chip's memory as limit."""
     highest = max_memory_trace(traces).peak.total
-    shown_limit = limit if limit is not None and is_limit_drawn(limit, highest) else None
+    shown_limit = _limit_to_draw(limit, highest)
     full = max(highest, shown_limit or 0) * 1.01
     mark = f'<b class="limit" style="left:{shown_limit / full:.2%}"></b>' if shown_limit else ""
     rows = "".join(
-        f'<div class="level"><span>rank {trace.rank:,}</span>'
-        f'<div class="track">{render_bar(_segments(trace.peak), full)}{mark}</div>'
-        f"<span>{formatting.size(trace.peak.total)}</span><small>{escape(describe_location(trace.peak))}</small></div>"
+        render_bar_row(
+            f"rank {trace.rank:,}",
+            _segments(trace.peak),
+            full,
+            formatting.size(trace.peak.total),
+            mark=mark,
+            note=describe_location(trace.peak),
+        )
         for trace in traces
     )
-    key = "".join(f'<span><i class="k-{kind}"></i>{KIND_LABELS[kind]}</span>' for kind in STACK_ORDER)
-    line = f'<span><b class="limit"></b>{format_round_size(shown_limit)} of a chip</span>' if shown_limit else ""
+    key = render_swatches((f"k-{kind}", KIND_LABELS[kind]) for kind in STACK_ORDER)
+    line = f'<span><b class="limit"></b>{formatting.round_size(shown_limit)} of a chip</span>' if shown_limit else ""
     return f'<div class="card"><div class="levels named">{rows}</div><p class="swatches soft">{key}{line}</p></div>'
 
 
@@ -93,37 +108,30 @@ def memory_figure(trace: Trace, limit: int | None) -> str:
     instants = sorted({*trace.memory, trace.peak}, key=lambda instant: instant.at)
     across = Scale(instants[0].at, max(instants[-1].at, instants[0].at + 1), WIDTH)
     columns = _columns(instants, across)
-    shown_limit = limit if limit is not None and is_limit_drawn(limit, trace.peak.total) else None
+    shown_limit = _limit_to_draw(limit, trace.peak.total)
     up = Scale(0, max(trace.peak.total, shown_limit or 0, 1) * 1.06, HEIGHT)
-    drawing = [*_grid(up), *_areas(columns, across, up), *_hover_columns(columns), *_marks(trace.peak, across, up)]
+    unit = byte_unit(up.high)
+    rows = [row * unit for row in ticks(0, up.high / unit, 5)]
+    grid = [horizontal_line("grid", HEIGHT - up(row)) for row in rows]
+    x, y = across(trace.peak.at), HEIGHT - up(trace.peak.total)
+    mark = f'<path class="peak" d="M{x:.1f} -6V{y:.1f}"/><path class="peak dot-end" d="M{x:.1f} {y:.1f}h0"/>'
+    drawing = [*grid, *_areas(columns, across, up), *_hover_columns(columns), mark]
     if shown_limit is not None:
-        y = HEIGHT - up(shown_limit)
-        drawing.append(f'<line class="limit" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawing.append(horizontal_line("limit", HEIGHT - up(shown_limit)))
     label = f"Memory of rank {trace.rank} over a step: {formatting.size(trace.peak.total)} at the peak"
     return (
         '<div class="memory-columns"><figure class="memory-chart">'
         f'<div class="plot" style="--height:{HEIGHT}px"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
         f'role="img" aria-label="{escape(label)}">{"".join(drawing)}</svg>'
-        f"{_labels(up)}{_limit_label(shown_limit, up)}{_peak_label(trace.peak, across)}</div>"
+        f"{_labels(rows, up)}{_limit_label(shown_limit, up)}{_peak_label(trace.peak, across)}</div>"
         f"{_strips([column[0] for column in columns.values()], across)}</figure>{_peak_table(trace, limit)}</div>"
     )
 
 
-def _rows(up: Scale) -> list[float]:
-    unit = byte_unit(up.high)
-    return [row * unit for row in ticks(0, up.high / unit, 5)]
-
-
-def _grid(up: Scale) -> Iterator[str]:
-    for row in _rows(up):
-        y = HEIGHT - up(row)
-        yield f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _labels(up: Scale) -> str:
+def _labels(rows: Sequence[float], up: Scale) -> str:
     return "".join(
-        f'<span class="row" style="bottom:{up(row) / HEIGHT:.2%}">{format_round_size(row) if row else "0"}</span>'
-        for row in _rows(up)
+        f'<span class="row" style="bottom:{up(row) / HEIGHT:.2%}">{formatting.round_size(row) if row else "0"}</span>'
+        for row in rows
     )
 
 
@@ -170,18 +178,12 @@ def _hover_columns(columns: dict[int, list[MemorySample]]) -> Iterator[str]:
 
 
 def _tooltip(instant: MemorySample) -> str:
-    microbatch = "" if instant.microbatch is None else f", microbatch {instant.microbatch}"
     kinds = [
         f"{KIND_LABELS[kind]} {formatting.size(bytes_of_kind(instant, kind))}"
         for kind in reversed(STACK_ORDER)
         if bytes_of_kind(instant, kind)
     ]
-    return "\n".join([f"{describe_location(instant)}{microbatch}", f"{formatting.size(instant.total)} total", *kinds])
-
-
-def _marks(peak: MemorySample, across: Scale, up: Scale) -> Iterator[str]:
-    x, y = across(peak.at), HEIGHT - up(peak.total)
-    yield f'<path class="peak" d="M{x:.1f} -6V{y:.1f}"/><path class="peak dot-end" d="M{x:.1f} {y:.1f}h0"/>'
+    return "\n".join([describe_instant(instant), f"{formatting.size(instant.total)} total", *kinds])
 
 
 def _peak_label(peak: MemorySample, across: Scale) -> str:
@@ -201,7 +203,9 @@ def _peak_label(peak: MemorySample, across: Scale) -> str:
 def _limit_label(limit: int | None, up: Scale) -> str:
     if limit is None:
         return ""
-    return f'<span class="limit" style="bottom:{up(limit) / HEIGHT:.2%}">{format_round_size(limit)} of a chip</span>'
+    return (
+        f'<span class="limit" style="bottom:{up(limit) / HEIGHT:.2%}">{formatting.round_size(limit)} of a chip</span>'
+    )
 
 
 class _Span(NamedTuple):
@@ -228,7 +232,7 @@ def _strips(instants: Sequence[MemorySample], across: Scale) -> str:
     phases = _spans(instants, across, lambda instant: instant.phase)
     strips = _strip("phase", phases, [f"p-{run.what}" for run in phases], room=0.012)
     seen = {instant.phase for instant in instants}
-    key = "".join(f'<span><i class="p-{phase}"></i>{phase}</span>' for phase in get_args(Phase) if phase in seen)
+    key = render_swatches((f"p-{phase}", phase) for phase in get_args(Phase) if phase in seen)
     microbatches = _spans(instants, across, lambda i: "" if i.microbatch is None else str(i.microbatch))
     if len(microbatches) > MAX_SPANS:
         key += "<span>microbatches change too often to be marked</span>"
@@ -270,4 +274,6 @@ def _peak_table(trace: Trace, limit: int | None) -> str:
 def _format_headroom(total: int, limit: int) -> str:
     left = limit - total
     headroom = f"{formatting.size(left)} free of" if left >= 0 else f"{formatting.size(-left)} over"
-    return f"{headroom} the chip's {format_round_size(limit)}. Tensors only: the process and its libraries use more."
+    return (
+        f"{headroom} the chip's {formatting.round_size(limit)}. Tensors only: the process and its libraries use more."
+    )

@@ -31,20 +31,15 @@ def top_modules(operators: Sequence[OperatorStats], weigh: Callable[[OperatorSta
     for operator in operators:
         if weigh(operator) > 0:
             groups.setdefault((operator.module, operator.phase), []).append(operator)
-    shares = [_share(module, phase, group, weigh) for (module, phase), group in groups.items()]
-    return sorted(shares, key=lambda share: -share.amount)
-
-
-def _share(
-    module: str, phase: Phase, group: Sequence[OperatorStats], weigh: Callable[[OperatorStats], float]
-) -> ModulePhaseCost:
-    by_name: dict[str, float] = {}
-    for operator in group:
-        by_name[operator.name] = by_name.get(operator.name, 0.0) + weigh(operator)
-    names = sorted(by_name, key=lambda name: -by_name[name])
-    return ModulePhaseCost(
-        module, phase, tuple(names), sum(operator.count for operator in group), sum(by_name.values())
-    )
+    costs = []
+    for (module, phase), group in groups.items():
+        by_name: dict[str, float] = {}
+        for operator in group:
+            by_name[operator.name] = by_name.get(operator.name, 0.0) + weigh(operator)
+        names = tuple(sorted(by_name, key=lambda name: -by_name[name]))
+        calls = sum(operator.count for operator in group)
+        costs.append(ModulePhaseCost(module, phase, names, calls, sum(by_name.values())))
+    return sorted(costs, key=lambda cost: -cost.amount)
 
 
 def phase_flops(trace: Trace) -> dict[Phase, float]:

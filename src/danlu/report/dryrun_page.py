@@ -5,7 +5,7 @@ from math import prod
 
 from danlu.cost.pipeline_simulator import ScheduleError
 from danlu.report import formatting
-from danlu.report.dryrun_memory import describe_location, format_round_size, max_memory_trace, memory_figure, peak_bars
+from danlu.report.dryrun_memory import describe_location, max_memory_trace, memory_figure, peak_bars
 from danlu.report.dryrun_operators import operator_tables, phase_flops
 from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure, time_schedule
 from danlu.report.dryrun_traffic import total_payload_bytes, total_wire_bytes, traffic_figure
@@ -34,7 +34,7 @@ def dryrun_page(run: DryRun) -> str:
         _header(run, heaviest),
         _tiles(run, heaviest, timed),
         several if len(run.traces) > 1 else "",
-        f"<h2>Pipeline</h2>{schedule_figure(run, timed) if timed else problem}" if run.schedule else "",
+        f"<h2>Pipeline</h2>{schedule_figure(timed, run.microbatches) if timed else problem}" if run.schedule else "",
         f"<h2>{'Rank by rank' if len(run.traces) > 1 else 'The rank'}</h2>",
         *(_rank(run, trace, is_open=trace is heaviest) for trace in run.traces),
         page_footer(),
@@ -90,7 +90,7 @@ def verdict(run: DryRun) -> str:
 
 def _format_of_limit(needed: int, limit: int) -> str:
     """`41.2 of 80 GB`: the unit once if both have the same."""
-    needed_text, limit_text = formatting.size(needed), format_round_size(limit)
+    needed_text, limit_text = formatting.size(needed), formatting.round_size(limit)
     number, unit = needed_text.split(" ")
     return f"{number if limit_text.endswith(unit) else needed_text} of {limit_text}"
 

@@ -14,6 +14,7 @@ from danlu.cost.pipeline_simulator import (
     simulate,
 )
 from danlu.report import formatting
+from danlu.report.chart import render_swatches
 from danlu.report.dryrun_operators import phase_flops
 from danlu.report.layout_svg import elide
 from danlu.spec.trace import DryRun, Trace
@@ -65,13 +66,19 @@ def _durations(run: DryRun) -> tuple[Durations, str]:
         }
         shared = ", divided evenly among its stages" if len(stages[0]) > 1 else ""
         return durations, f"Boxes are as wide as the FLOPs of their pipeline rank{shared}: time at equal speed."
-    backward = 3.0 if any(_recomputes(trace) for trace in run.traces) else 2.0
-    units: dict[ActionKind, float] = {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
+    recomputes = any(_recomputes(trace) for trace in run.traces)
+    units = usual_durations(recomputes)
     held_units = {(kind, stage): units[kind] for kind in ACTION_KINDS for row in stages for stage in row}
     used = {parse_action(text).kind for row in run.schedule for text in row}
     widths = ", ".join(f"{ACTION_LABELS[kind]} {units[kind]:.0f}" for kind in ACTION_KINDS if kind in used)
-    because = "with recompute" if backward == 3 else "without recompute"
+    because = "with recompute" if recomputes else "without recompute"
     return held_units, f"Not every pipeline rank was run, so boxes have the usual widths {because}: {widths}."
+
+
+def usual_durations(recomputes: bool) -> dict[ActionKind, float]:
+    """Durations of actions by rule of thumb, over that of a forward; recompute comes before the half for inputs."""
+    backward = 3.0 if recomputes else 2.0
+    return {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
 
 
 def _by_action(trace: Trace) -> dict[ActionKind, float]:
@@ -87,7 +94,7 @@ def _recomputes(trace: Trace) -> bool:
     return flops["recompute"] > flops["forward"] / 2
 
 
-def schedule_figure(run: DryRun, timed: TimedSchedule) -> str:
+def schedule_figure(timed: TimedSchedule, microbatches: int) -> str:
     """The card of the schedule: the picture, the idle share, and what the widths mean."""
     timeline = timed.timeline
     windows = _windows(timeline)
@@ -103,7 +110,7 @@ def schedule_figure(run: DryRun, timed: TimedSchedule) -> str:
         y += height + (6 if height > 16 else 3)
     if len(windows) > 1:
         elements.append(_cut(windows[0].right, y))
-    label = f"Schedule of {len(timeline.actions_by_rank)} pipeline ranks and {run.microbatches} microbatches"
+    label = f"Schedule of {len(timeline.actions_by_rank)} pipeline ranks and {microbatches} microbatches"
     bubble = formatting.percent(timeline.bubble_fraction)
     return (
         f'<div class="card"><p>Pipeline ranks idle <b>{bubble}</b> of the time (the bubble). '
@@ -214,10 +221,8 @@ def _legend(timeline: PipelineTimeline) -> str:
     """What colors and shades mean; only those that occur."""
     kinds = {timed.action.kind for row in timeline.actions_by_rank for timed in row}
     stages = max(len({timed.action.stage for timed in row}) for row in timeline.actions_by_rank)
-    key = "".join(
-        f'<span><i class="b-{kind} t0"></i>{ACTION_LABELS[kind]}</span>' for kind in ACTION_KINDS if kind in kinds
-    )
-    key += '<span><i class="idle"></i>idle</span>'
+    shown = [(f"b-{kind} t0", ACTION_LABELS[kind]) for kind in ACTION_KINDS if kind in kinds]
+    key = render_swatches([*shown, ("idle", "idle")])
     if stages > 1:
         shades = "".join(f'<i class="b-F t{shade}"></i>' for shade in range(min(stages, MAX_SHADES)))
         key += f'<span class="shades">{shades}virtual stages, first to last</span>'

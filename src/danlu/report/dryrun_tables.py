@@ -3,8 +3,9 @@
 from rich.table import Table
 
 from danlu.report import formatting
+from danlu.report.dryrun_memory import describe_instant
 from danlu.report.dryrun_traffic import traffic_rows
-from danlu.spec.trace import MEMORY_KINDS, DryRun, MemorySample, OperatorStats, Trace
+from danlu.spec.trace import MEMORY_KINDS, DryRun, Trace
 
 TOP_OPERATORS = 8
 """Operators in the table of the heaviest."""
@@ -12,8 +13,7 @@ TOP_OPERATORS = 8
 
 def memory_table(run: DryRun) -> Table:
     """Peak bytes of every rank by kind."""
-    table = Table(title="Memory at the peak of a step", title_justify="left")
-    table.add_column("")
+    table = Table("", title="Memory at the peak of a step", title_justify="left")
     for trace in run.traces:
         table.add_column(f"rank {trace.rank:,}", justify="right")
     for column, kind in enumerate(MEMORY_KINDS):
@@ -26,25 +26,12 @@ def memory_table(run: DryRun) -> Table:
     return table
 
 
-def describe_instant(instant: MemorySample) -> str:
-    """What runs at an instant: `backward of blocks.19.mlp.down, microbatch 3`."""
-    inside = f" of {instant.module}" if instant.module else ""
-    microbatch = f", microbatch {instant.microbatch}" if instant.microbatch is not None else ""
-    return f"{instant.phase}{inside}{microbatch}"
-
-
 def traffic_table(trace: Trace) -> Table:
     """Payload and wire bytes of one rank's collectives in a step, by axis and operation."""
     has_levels = any(call.level for call in trace.collectives)
     table = Table(title=f"Sent by rank {trace.rank:,} of {trace.world:,} in a step", title_justify="left")
-    table.add_column("axis")
-    table.add_column("ranks", justify="right")
-    if has_levels:
-        table.add_column("level")
-    table.add_column("operation")
-    table.add_column("calls", justify="right")
-    table.add_column("payload", justify="right")
-    table.add_column("wire", justify="right")
+    for name in ("axis", "ranks", *(["level"] if has_levels else []), "operation", "calls", "payload", "wire"):
+        table.add_column(name, justify="left" if name in ("axis", "level", "operation") else "right")
     for row in traffic_rows(trace):
         level = [row.level] if has_levels else []
         sizes = formatting.size(row.payload), formatting.size(row.wire)
@@ -60,20 +47,20 @@ def operator_table(trace: Trace) -> Table:
         both[0] += operator.count
         both[1] += operator.flops * operator.count
     heaviest = sorted(calls.items(), key=lambda item: -item[1][1])[:TOP_OPERATORS]
-    table = Table(title=f"Heaviest operators of rank {trace.rank:,}", title_justify="left")
-    table.add_column("operator")
-    table.add_column("module")
-    table.add_column("phase")
-    table.add_column("calls", justify="right")
+    title = f"Heaviest operators of rank {trace.rank:,}"
+    table = Table("operator", "module", "phase", title=title, title_justify="left")
     unit, scale = ("TFLOPs", 1e12) if trace.flops >= 1e11 else ("GFLOPs", 1e9)
-    table.add_column(unit, justify="right")
+    for name in ("calls", unit):
+        table.add_column(name, justify="right")
     for (name, module, phase), (count, flops) in heaviest:
-        table.add_row(_short(name), module, phase, f"{count:,.0f}", _amount(flops / scale))
+        short = name.removeprefix("aten.").removeprefix("_").removeprefix("scaled_dot_product_")
+        table.add_row(short, module, phase, f"{count:,.0f}", _amount(flops / scale))
     rest = trace.flops - sum(flops for _, (_, flops) in heaviest)
-    others = sum(operator.count for operator in trace.operators) - sum(count for _, (count, _) in heaviest)
+    total = sum(operator.count for operator in trace.operators)
+    others = total - sum(count for _, (count, _) in heaviest)
     if others:
         table.add_row(f"{len(calls) - len(heaviest):,} others", "", "", f"{others:,.0f}", _amount(rest / scale))
-    table.add_row("total", "", "", f"{_calls(trace.operators):,}", _amount(trace.flops / scale), style="bold")
+    table.add_row("total", "", "", f"{total:,}", _amount(trace.flops / scale), style="bold")
     return table
 
 
@@ -90,13 +77,5 @@ def table_notes(run: DryRun) -> list[str]:
     return [*computed, *lines, *run.notes]
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("aten.").removeprefix("_").removeprefix("scaled_dot_product_")
-
-
 def _amount(value: float) -> str:
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
-
-
-def _calls(operators: tuple[OperatorStats, ...]) -> int:
-    return sum(operator.count for operator in operators)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from danlu.report import formatting
-from danlu.report.chart import BarSegment, render_bar
+from danlu.report.chart import BarSegment, render_bar_row, render_swatches
 from danlu.spec.plan import DENSE_AXES
 from danlu.spec.trace import Trace
 
@@ -58,7 +58,7 @@ def traffic_figure(trace: Trace, levels: Sequence[str]) -> str:
     full = max(sum(row.wire for row in rows if row.level == level) for level in named) or 1
     bars = "".join(_level(level, [row for row in rows if row.level == level], full) for level in named)
     axes = sorted(dict.fromkeys(row.axes for row in rows), key=_order)
-    key = "".join(f'<span><i class="{_css_class(axis)}"></i>{escape(axis)}</span>' for axis in axes)
+    key = render_swatches((_css_class(axis), axis) for axis in axes)
     return f'<div class="levels">{bars}</div><p class="swatches soft">{key}</p>{_table(rows, has_levels=bool(levels))}'
 
 
@@ -71,10 +71,7 @@ def _level(level: str, rows: Sequence[TrafficRow], full: float) -> str:
         for axis, size in sorted(by_axis.items(), key=lambda item: _order(item[0]))
     ]
     total = formatting.size(sum(by_axis.values())) if rows else "nothing"
-    return (
-        f'<div class="level"><span>{escape(level) or "network"}</span>'
-        f'<div class="track">{render_bar(segments, full)}</div><span>{total}</span></div>'
-    )
+    return render_bar_row(level or "network", segments, full, total)
 
 
 def _order(axis: str) -> tuple[int, str]:

@@ -56,6 +56,11 @@ def size(value: float | None) -> str:
     return MISSING if value is None else format_bytes(value)
 
 
+def round_size(value: float) -> str:
+    """A round size without decimals: `80 GB`."""
+    return format_bytes(value).replace(".0 ", " ")
+
+
 def flop_rate(value: float | None) -> str:
     """FLOP/s in decimal units: `2.49 PFLOP/s`."""
     return MISSING if value is None else f"{flop_count(value)}/s"

@@ -1,6 +1,6 @@
 """The frame of every page: the document, the logo, facts and tiles at the top, the footer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -44,6 +44,13 @@ def tile_row(tiles: Sequence[tuple[str, str, str]]) -> str:
         for index, (name, value, note) in enumerate(tiles)
     )
     return f'<div class="tiles">{shown}</div>'
+
+
+def figures_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A card with a table of figures, which scrolls where it is wider than the page."""
+    top = "".join(f"<th>{name}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f'<div class="card scroll"><table class="figures"><tr>{top}</tr>{body}</table></div>'
 
 
 def page_footer() -> str:

@@ -3,37 +3,39 @@
 from collections.abc import Sequence
 from html import escape
 
-from danlu.cost.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES, pipeline_actions
-from danlu.cost.pipeline_simulator import ACTION_KINDS, ActionKind, simulate
+from danlu.cost.pipeline_schedules import pipeline_actions
+from danlu.cost.pipeline_simulator import ACTION_KINDS, simulate
 from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
-from danlu.planner.search import PricedPlan, SearchResult
+from danlu.planner.pricing import PricedPlan
+from danlu.planner.search import SearchResult
 from danlu.report import formatting
-from danlu.report.chart import BarSegment, ChartMarkers, ChartSeries, render_bar, render_chart
-from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure
+from danlu.report.chart import (
+    BarSegment,
+    ChartMarkers,
+    ChartSeries,
+    render_bar_row,
+    render_chart,
+    render_swatches,
+)
+from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure, usual_durations
 from danlu.report.layout_section import layout_section
-from danlu.report.page_template import LOGO, facts_list, page_footer, render_document, tile_row
+from danlu.report.page_template import LOGO, facts_list, figures_table, page_footer, render_document, tile_row
 from danlu.report.plan_tables import (
-    MEMORY_LABELS,
+    PREDICTED_MEMORY,
+    comparison_cells,
     degrees_text,
     format_gb,
     goodput_text,
     placement_text,
-    precision_loss,
-    schedule_text,
+    precision_note,
     step_text,
 )
-from danlu.report.precision_text import format_question_peak, slow_precision_note
-from danlu.spec.trace import DryRun
+from danlu.report.precision_text import format_question_peak
+from danlu.spec.plan import SPLIT_BACKWARD_SCHEDULES
 
-_MEMORY = {
-    "parameters": "k-parameters",
-    "gradients": "k-gradients",
-    "optimizer": "k-optimizer",
-    "activations": "k-activations",
-    "logits": "k-communication",
-    "buffers": "k-gathered",
-}
+_TONES = {"logits": "communication", "buffers": "gathered"}
+"""Kinds of memory that have the color of another one in a dry run."""
 ScalingPoints = Sequence[tuple[int, PricedPlan | None]]
 """The best layouts for several numbers of chips."""
 MAX_BOXES = 4096
@@ -53,7 +55,7 @@ def plan_page(
         _header(result),
         _tiles(best, goodput),
         f'<p class="note">{escape(str(goodput_text(best, goodput)))}</p>',
-        f"<h2>Side by side</h2>{_table(result.best, goodput)}",
+        f"<h2>Side by side</h2>{_side_by_side(result.best, goodput)}",
         f"<h2>The machine, level by level</h2>{_levels(best, found)}",
         f"<h2>Where the time goes</h2>{_time(result.best)}",
         f"<h2>Memory of the fullest chip</h2>{_memory(result.best)}",
@@ -78,8 +80,8 @@ def _header(result: SearchResult) -> str:
         "priced in full": f"{result.priced:,}",
     }
     notes = "".join(f'<p class="note">Assumed: {escape(note)}.</p>' for note in result.best[0].prediction.assumptions)
-    lost = precision_loss(result.best[0])
-    slow = f'<p class="note">{escape(slow_precision_note(lost))}.</p>' if lost else ""
+    note = precision_note(result.best[0])
+    slow = f'<p class="note">{escape(note)}.</p>' if note else ""
     return (
         f'<header>{LOGO}<div class="title"><h1>{escape(request.recipe.name)}</h1>'
         f'<span class="state dry">plan</span></div>{facts_list(facts)}'
@@ -101,36 +103,21 @@ def _tiles(best: PricedPlan, goodput: Goodput | None) -> str:
     )
 
 
-def _table(plans: Sequence[PricedPlan], goodput: Goodput | None) -> str:
+def _side_by_side(plans: Sequence[PricedPlan], goodput: Goodput | None) -> str:
     names = ("layout", "schedule", "microbatch", "recompute", "step", "tokens/s", "MFU", "memory", "bottleneck")
-    rows = []
-    for priced in plans:
-        cells = (
-            degrees_text(priced),
-            schedule_text(priced),
-            f"{priced.microbatch_size} × {priced.candidate.shape.microbatches}",
-            priced.candidate.schedule.recompute,
-            step_text(priced.seconds),
-            formatting.count(priced.tokens_per_second),
-            formatting.percent(priced.mfu),
-            format_gb(priced.peak_bytes),
-            bottleneck(priced),
-        )
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="card scroll"><table class="figures"><tr>{head}</tr>{"".join(rows)}</table></div>'
+    every = [comparison_cells(priced, goodput) for priced in plans]
+    return figures_table(names, ([cells[name] for name in names] for cells in every))
 
 
 def _levels(best: PricedPlan, found: Sequence[LevelCost]) -> str:
     """From the innermost level outwards: its bandwidth, the axes on it, and its cost."""
     cost = {level_cost.level: level_cost for level_cost in found}
     spans = dict(best.placement.group_shapes)
-    axes = {"tp": "tp", "cp": "cp", "shard×cp": "shard×cp", "replicate": "replicate", "ep": "ep", "pp": "pp"}
     rows = []
     for index, level in enumerate(best.request.cluster.levels):
         here = [
             f'<span class="phase a-{name.partition("×")[0]}">{name} {spans[name][index]}</span>'
-            for name in axes
+            for name in ("tp", "cp", "shard×cp", "replicate", "ep", "pp")
             if spans[name][index] > 1
         ]
         taper = f", {level.oversubscription:g}:1 oversubscribed" if level.oversubscription > 1 else ""
@@ -146,25 +133,23 @@ def _levels(best: PricedPlan, found: Sequence[LevelCost]) -> str:
 
 
 def _bars(rows: Sequence[tuple[str, Sequence[BarSegment], float, str]], keys: Sequence[tuple[str, str]]) -> str:
-    drawn = "".join(
-        f'<div class="level"><span>{escape(name)}</span><div class="track">{render_bar(parts, full)}</div>'
-        f"<span>{escape(text)}</span></div>"
-        for name, parts, full, text in rows
+    drawn = "".join(render_bar_row(*row) for row in rows)
+    return (
+        f'<div class="card"><div class="levels">{drawn}</div><div class="swatches">{render_swatches(keys)}</div></div>'
     )
-    swatches = "".join(f'<span><i class="{tone}"></i>{escape(words)}</span>' for words, tone in keys)
-    return f'<div class="card"><div class="levels">{drawn}</div><div class="swatches">{swatches}</div></div>'
 
 
 def _time(plans: Sequence[PricedPlan]) -> str:
     full = max(priced.seconds for priced in plans)
-    rows, used = [], {}
+    rows = []
+    used: dict[str, str] = {}
     for number, priced in enumerate(plans, start=1):
         parts = []
         for name, words in PART_LABELS.items():
             seconds = priced.prediction.parts.get(name, 0.0)
             if seconds > 1e-3 * priced.seconds:
                 tone = f"s-{name}"
-                used[words] = tone
+                used[tone] = words
                 kind = "exposed traffic, " if name in COMMUNICATION_PARTS else ""
                 parts.append(BarSegment(tone, seconds, f"{words}: {kind}{seconds:.3f} s"))
         rows.append((f"plan {number}", parts, full, step_text(priced.seconds)))
@@ -177,14 +162,14 @@ def _memory(plans: Sequence[PricedPlan]) -> str:
     for number, priced in enumerate(plans, start=1):
         memory = priced.prediction.memory
         parts = [
-            BarSegment(tone, getattr(memory, kind), f"{MEMORY_LABELS[kind]}: {format_gb(getattr(memory, kind))}")
-            for kind, tone in _MEMORY.items()
+            BarSegment(f"k-{_TONES.get(kind, kind)}", size, f"{kind}: {format_gb(size)}")
+            for kind, size in ((kind, getattr(memory, kind)) for kind in PREDICTED_MEMORY)
         ]
         rest = memory.device_bytes - memory.allocated
         parts.append(BarSegment("a-other", rest, f"context, channels, slack: {format_gb(rest)}"))
         rows.append((f"plan {number}", parts, chip, format_gb(priced.peak_bytes)))
-    keys = [(MEMORY_LABELS[kind], tone) for kind, tone in _MEMORY.items()]
-    return _bars(rows, [*keys, ("context, channels, slack", "a-other")])
+    keys = [(f"k-{_TONES.get(kind, kind)}", kind) for kind in PREDICTED_MEMORY]
+    return _bars(rows, [*keys, ("a-other", "context, channels, slack")])
 
 
 def _schedule(best: PricedPlan) -> str:
@@ -199,19 +184,16 @@ def _schedule(best: PricedPlan) -> str:
     order = pipeline_actions(
         schedule.schedule, pp_ranks=shape.pp, microbatches=shown, stages_per_rank=schedule.stages_per_rank
     )
-    # Recompute comes before the half for inputs.
-    backward = 3.0 if schedule.recompute == "full" else 2.0
-    units: dict[ActionKind, float] = {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
+    units = usual_durations(schedule.recompute == "full")
     durations = {
         (kind, stage): units[kind] for stage in range(shape.pp * schedule.stages_per_rank) for kind in ACTION_KINDS
     }
     halves = f": {units['I']:g} for inputs and 1 for weights" if schedule.schedule in SPLIT_BACKWARD_SCHEDULES else ""
     words = (
         f"Drawn with {shown} of {shape.microbatches} microbatches, equal stages and a backward pass of "
-        f"{backward:g}{halves}."
+        f"{units['B']:g}{halves}."
     )
-    run = DryRun(name="", degrees={}, microbatches=shown, schedule=order, traces=())
-    return f"<h2>Pipeline</h2>{schedule_figure(run, TimedSchedule(simulate(order, durations), words))}"
+    return f"<h2>Pipeline</h2>{schedule_figure(TimedSchedule(simulate(order, durations), words), shown)}"
 
 
 def _scaling(scaling: ScalingPoints) -> str:

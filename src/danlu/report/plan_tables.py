@@ -9,22 +9,14 @@ from rich.text import Text
 from danlu import __version__
 from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
-from danlu.planner.precision import SlowPrecision, slow_precision
-from danlu.planner.search import PricedPlan, SearchResult
+from danlu.planner.pricing import PricedPlan
+from danlu.planner.search import SearchResult
 from danlu.report.formatting import MISSING, count, duration, percent
 from danlu.report.precision_text import describe_question, slow_precision_note
-from danlu.spec.plan import Axis, Plan, PlanPrediction
+from danlu.spec.plan import DENSE_AXES, Plan, PlanPrediction
 
-MEMORY_LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "logits": "logits",
-    "buffers": "buffers",
-}
-"""Labels of the kinds of memory."""
-_AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp", "ep")
+PREDICTED_MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+"""The kinds of memory of a prediction that are shown."""
 
 
 def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
@@ -45,7 +37,7 @@ def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
 def degrees_text(priced: PricedPlan) -> str:
     """Degrees above 1 in one line."""
     degrees = priced.candidate.degrees
-    shown = [f"{axis} {getattr(degrees, axis)}" for axis in _AXES if getattr(degrees, axis) > 1]
+    shown = [f"{axis} {getattr(degrees, axis)}" for axis in (*DENSE_AXES, "ep") if getattr(degrees, axis) > 1]
     return " × ".join(shown) or "1 rank"
 
 
@@ -59,11 +51,6 @@ def schedule_text(priced: PricedPlan) -> str:
     return f"{text} ({layers[0]}…{max(layers)}…{layers[-1]})" if layers else text
 
 
-def reshard_text(priced: PricedPlan) -> str:
-    """Whether gathered parameters are freed after the forward pass, as `--fix reshard` has it."""
-    return "true" if priced.candidate.data.reshard_after_forward else "false"
-
-
 def format_gb(value: float) -> str:
     """Memory of a chip, in the decimal units of its data sheet."""
     return f"{value / 1e9:.1f} GB"
@@ -74,6 +61,24 @@ def step_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
+def comparison_cells(priced: PricedPlan, goodput: Goodput | None) -> dict[str, str]:
+    """What layouts are compared by, as text."""
+    shape, schedule, data = priced.candidate
+    return {
+        "layout": degrees_text(priced),
+        "schedule": schedule_text(priced),
+        "microbatch": f"{priced.microbatch_size} × {shape.microbatches}",
+        "recompute": schedule.recompute,
+        "reshard": str(data.reshard_after_forward).lower(),  # as `--fix reshard` has it
+        "step": step_text(priced.seconds),
+        "tokens/s": count(priced.tokens_per_second),
+        "MFU": percent(priced.mfu),
+        "goodput": count(priced.tokens_per_second * goodput.share if goodput else None),
+        "memory": format_gb(priced.peak_bytes),
+        "bottleneck": bottleneck(priced),
+    }
+
+
 def side_by_side(plans: list[tuple[str, PricedPlan]], goodput: Goodput | None) -> Table:
     """Layouts side by side, one per row."""
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -82,23 +87,7 @@ def side_by_side(plans: list[tuple[str, PricedPlan]], goodput: Goodput | None) -
     for name in ("step", "tokens/s", "MFU", "goodput", "peak memory", "bottleneck"):
         table.add_column(name, no_wrap=True, justify="left" if name == "bottleneck" else "right")
     for index, (name, priced) in enumerate(plans):
-        shape = priced.candidate.shape
-        effective = priced.tokens_per_second * goodput.share if goodput else None
-        table.add_row(
-            name,
-            degrees_text(priced),
-            schedule_text(priced),
-            f"{priced.microbatch_size} × {shape.microbatches}",
-            priced.candidate.schedule.recompute,
-            reshard_text(priced),
-            step_text(priced.seconds),
-            count(priced.tokens_per_second),
-            percent(priced.mfu),
-            count(effective),
-            format_gb(priced.peak_bytes),
-            bottleneck(priced),
-            style="bold" if index == 0 else "",
-        )
+        table.add_row(name, *comparison_cells(priced, goodput).values(), style="" if index else "bold")
     return table
 
 
@@ -114,25 +103,19 @@ def where_time_goes(priced: PricedPlan, found: list[LevelCost]) -> Table:
         seconds = priced.prediction.parts.get(name, 0.0)
         if seconds < 1e-4 * priced.seconds:
             continue
-        cells = [
-            _part(by_level[level].parts.get(name, 0.0), seconds) if name in COMMUNICATION_PARTS else ""
-            for level in levels
-        ]
+        costs = [by_level[level].parts.get(name, 0.0) if name in COMMUNICATION_PARTS else 0.0 for level in levels]
+        cells = [f"{cost:.3f}" if cost >= 0.005 * seconds else "" for cost in costs]
         table.add_row(words, f"{seconds:.3f}", percent(seconds / priced.seconds), *cells)
     totals = [f"{by_level[level].seconds:.3f}" for level in levels]
     table.add_row("all", f"{priced.seconds:.3f}", "", *totals, style="bold")
     return table
 
 
-def _part(value: float, total: float) -> str:
-    return f"{value:.3f}" if value >= 0.005 * total else ""
-
-
 def where_bytes_go(priced: PricedPlan) -> Text:
     """Memory of the fullest chip in one line."""
     memory, request = priced.prediction.memory, priced.request
-    sizes = {words: getattr(memory, kind) for kind, words in MEMORY_LABELS.items()}
-    shown = [f"{words} {size / 1e9:.1f}" for words, size in sizes.items() if size >= 5e7]
+    sizes = {kind: getattr(memory, kind) for kind in PREDICTED_MEMORY}
+    shown = [f"{kind} {size / 1e9:.1f}" for kind, size in sizes.items() if size >= 5e7]
     rest = memory.device_bytes - memory.allocated
     return Text(
         f"Fullest chip: {format_gb(memory.device_bytes)} of {format_gb(request.cluster.chip.memory)} "
@@ -181,13 +164,13 @@ def with_header(priced: PricedPlan, *views: RenderableType) -> RenderableType:
 
 def precision_warnings(priced: PricedPlan) -> list[Text]:
     """A warning where the chip is far faster in another precision."""
-    slow = precision_loss(priced)
-    return [Text(f"warning: {slow_precision_note(slow)}.", "yellow")] if slow else []
+    note = precision_note(priced)
+    return [Text(f"warning: {note}.", "yellow")] if note else []
 
 
-def precision_loss(priced: PricedPlan) -> SlowPrecision | None:
-    """What a layout loses by the precision of its recipe."""
-    return slow_precision(priced.request.recipe, priced.plan, priced.request.cluster)
+def precision_note(priced: PricedPlan) -> str:
+    """What a layout loses by the precision of its recipe; empty if little or nothing."""
+    return slow_precision_note(priced.request.recipe, priced.plan, priced.request.cluster)
 
 
 def result_view(
@@ -234,7 +217,7 @@ def plan_json(priced: PricedPlan, goodput: Goodput | None) -> dict[str, Any]:
         "fits": priced.fits,
         "held_back_by": bottleneck(priced),
         "parts": priced.prediction.parts,
-        "memory": {kind: getattr(memory, kind) for kind in MEMORY_LABELS},
+        "memory": {kind: getattr(memory, kind) for kind in PREDICTED_MEMORY},
     }
 
 
@@ -244,7 +227,7 @@ def result_json(
     """A search result as JSON."""
     return {
         "chips": result.request.chips,
-        "warnings": [slow_precision_note(slow)] if result.best and (slow := precision_loss(result.best[0])) else [],
+        "warnings": [note] if result.best and (note := precision_note(result.best[0])) else [],
         "layouts": result.layouts_searched,
         "priced": result.priced,
         "search_seconds": result.seconds,

@@ -30,31 +30,22 @@ def verification_view(found: Sequence[LayoutVerification], chosen: LayoutVerific
 
 def _table(number: int, each: LayoutVerification) -> Table:
     priced = each.priced_plan
-    schedule = schedule_text(priced)
+    schedule, run = schedule_text(priced), len(each.pp_rank_peaks)
     title = (
         f"{number}: {degrees_text(priced)}{'' if schedule == MISSING else f', {schedule}'}, microbatch "
         f"{priced.microbatch_size} × {priced.candidate.shape.microbatches}, "
         f"recompute {priced.candidate.schedule.recompute}: "
-        f"{step_text(priced.seconds)} per step (dry run of {_ranks(len(each.pp_rank_peaks))}: {duration(each.seconds)})"
+        f"{step_text(priced.seconds)} per step (dry run of {run} rank{'s' * (run != 1)}: {duration(each.seconds)})"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(
-        f"rank {each.rank:,}, pp rank {each.pp_rank}" if len(each.pp_rank_peaks) > 1 else "rank 0", no_wrap=True
-    )
+    table.add_column(f"rank {each.rank:,}, pp rank {each.pp_rank}" if run > 1 else "rank 0", no_wrap=True)
     for name in ("predicted", "dry run", "predicted/dry run"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in (*each.pp_rank_peaks, *each.figures):
         ratio = MISSING if line.ratio is None else f"{line.ratio:.2f}"
-        table.add_row(line.figure, _shown(line, line.predicted), _shown(line, line.dry_run), ratio, style=_style(line))
+        style = "yellow" if line.is_wrong else ""
+        table.add_row(line.figure, _shown(line, line.predicted), _shown(line, line.dry_run), ratio, style=style)
     return table
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _style(line: FigureComparison) -> str:
-    return "yellow" if line.is_wrong else ""
 
 
 def _shown(line: FigureComparison, value: float) -> str:

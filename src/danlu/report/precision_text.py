@@ -1,10 +1,9 @@
 """The precision of a run as text: shown next to every speed, because it determines a chip's peak."""
 
-from danlu.planner.precision import SlowPrecision, slow_precision
+from danlu.planner.precision import slow_precision
 from danlu.planner.request import PlanRequest
 from danlu.report import formatting
-from danlu.spec import Recipe, StartEvent
-from danlu.spec.check import RunSpec
+from danlu.spec import Cluster, Plan, Recipe, StartEvent
 
 
 def describe_question(request: PlanRequest) -> str:
@@ -31,16 +30,16 @@ def format_start_peak(start: StartEvent) -> str:
     return peak if start.peak_spread is None else f"{peak} (measurements {formatting.percent(start.peak_spread)} apart)"
 
 
-def slow_precision_note(slow: SlowPrecision) -> str:
-    """What a slow precision costs, and the line of the recipe that changes it."""
+def slow_precision_note(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> str:
+    """What a slow precision costs a run, and the line of its recipe that changes it.
+
+    Empty if little or nothing is lost, or no cluster is given.
+    """
+    slow = slow_precision(recipe, plan, cluster) if cluster else None
+    if slow is None:
+        return ""
     now, then = formatting.flop_rate(slow.peak), formatting.flop_rate(slow.faster_peak)
     number, unit = now.split(" ", 1)
     peaks = f"{number if then.endswith(unit) else now} of {then}"
     gain = f"is predicted {slow.speedup:.1f}× faster" if slow.speedup else "may be that much faster"
     return f'{slow.dtype}: {peaks} a chip; the same layout with [precision] compute = "{slow.faster}" {gain}'
-
-
-def slow_run_note(checked: RunSpec) -> str:
-    """The same for a run that is about to start; empty if nothing is lost or no cluster is given."""
-    slow = slow_precision(checked.recipe, checked.plan, checked.cluster) if checked.cluster else None
-    return slow_precision_note(slow) if slow else ""

@@ -15,7 +15,6 @@ from danlu.report import formatting
 from danlu.report.checkpoints import format_save, format_save_estimate, resume_rows
 from danlu.report.event_tail import EventTail
 from danlu.report.run_history import RunHistory
-from danlu.report.run_tables import summary_table
 from danlu.report.terminal import Console
 from danlu.spec import Event, PreflightEvent, ResumeEvent, RunFolder, SaveEvent, StartEvent, StepEvent, WarningEvent
 from danlu.spec.event import parse_event
@@ -151,11 +150,6 @@ class ProgressDisplay:
         self._console.print(
             f"{line}  {left}" if left else line, soft_wrap=True, markup=False, highlight=False, emoji=False
         )
-
-
-def summary(run: RunFolder) -> Table:
-    """The small table shown when a run has ended."""
-    return summary_table(run)
 
 
 def recent_steps(history: RunHistory) -> list[StepEvent]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from danlu.report import formatting
-from danlu.report.chart import ChartMarkers, ChartSeries, byte_unit, render_chart
+from danlu.report.chart import ChartMarkers, ChartSeries, byte_unit, render_chart, render_swatches
 from danlu.report.checkpoints import resumes_card, saves_card, starts_card
 from danlu.report.layout_section import layout_section
 from danlu.report.page_template import LOGO, facts_list, format_time, page_footer, render_document, tile_row
@@ -116,13 +116,8 @@ def _ending(history: RunHistory) -> str:
     return f'<p class="note {history.state}">{escape(text)}</p>'
 
 
-def _format_peak(history: RunHistory) -> str:
-    start = history.start_of_last_step
-    return f"of {format_start_peak(start)}" if start else ""
-
-
 def _tiles(history: RunHistory, cluster: Cluster | None) -> str:
-    start = history.start
+    start, paced_by = history.start, history.start_of_last_step
     below = ""
     if history.loss is not None and history.baseline_loss is not None:
         gap = history.baseline_loss - history.loss
@@ -134,7 +129,7 @@ def _tiles(history: RunHistory, cluster: Cluster | None) -> str:
     tiles = [
         ("Final loss" if history.end else "Loss", formatting.loss(history.loss), below),
         ("Tokens per second", formatting.count(history.tokens_per_second), _format_median_note(history)),
-        ("MFU", formatting.percent(history.mfu), _format_peak(history)),
+        ("MFU", formatting.percent(history.mfu), f"of {format_start_peak(paced_by)}" if paced_by else ""),
         (
             "Peak memory",
             formatting.size(history.memory),
@@ -220,7 +215,7 @@ def _curves(history: RunHistory) -> list[ChartSeries]:
             title="Memory",
             points=[(s.step, s.memory) for s in steps],
             format_value=formatting.size,
-            format_tick=lambda value: formatting.size(value).replace(".0 ", " "),
+            format_tick=formatting.round_size,
             tick_unit=byte_unit(history.memory or 0),
             note="largest of any rank so far",
             axis_min=0,
@@ -249,7 +244,7 @@ def _legend(marks: ChartMarkers) -> str:
         ("resumed", f"resumed {len(marks.resumed):,} time{'s' * (len(marks.resumed) != 1)}", marks.resumed),
         ("skipped", f"{len(marks.skipped):,} update{'s' * (len(marks.skipped) != 1)} skipped", marks.skipped),
     ]
-    shown = "".join(f'<span><i class="{name}"></i>{text}</span>' for name, text, some in entries if some)
+    shown = render_swatches((name, text) for name, text, some in entries if some)
     return f'<p class="key soft">{shown}</p>' if shown else ""
 
 

@@ -14,7 +14,7 @@ from danlu.report import formatting
 from danlu.report.checkpoints import format_samples, format_short_duration, format_tensor_count
 from danlu.report.precision_text import format_run_precision, format_start_peak
 from danlu.report.run_history import RunHistory, RunState, read_run_history
-from danlu.spec import Recipe, RunFolder, SpecError, StartEvent, load_recipe
+from danlu.spec import Recipe, RunFolder, SpecError, load_recipe
 from danlu.spec.problem import problem_at, suggest_name
 
 SPARKLINE_WIDTH = 12
@@ -223,7 +223,7 @@ def _format_local_time(moment: float | None) -> str:
     )
 
 
-def summary_table(run: RunFolder) -> Table:
+def summary(run: RunFolder) -> Table:
     """A run in a small table: progress, loss, speed, time, and the path of its page."""
     history = read_run_history(run)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -241,28 +241,30 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
         steps += f", {len(history.skipped_steps):,} skipped"
     if history.lost_steps:
         steps += f", {history.lost_steps:,} repeated after a restart"
+    recipe = _recipe(run)[0]
+    precision = format_run_precision(paced_by, recipe)
+    computed = f", computed in {precision}" if precision else ""
     rows = [
         ("run", f"[bold]{escape(run.name)}[/] [{_STATE_STYLE[history.state]}]{history.state}[/]"),
         ("steps", steps),
         ("loss", _format_loss(history)),
-        ("tokens/s", f"{formatting.count(history.tokens_per_second)} (median step){_format_dtype_note(run, paced_by)}"),
-        ("MFU", _format_mfu(history.mfu, paced_by)),
+        ("tokens/s", f"{formatting.count(history.tokens_per_second)} (median step){computed}"),
+        (
+            "MFU",
+            f"{formatting.percent(history.mfu)} of {format_start_peak(paced_by)}" if paced_by else formatting.MISSING,
+        ),
         ("memory", f"{formatting.size(history.memory)} on the fullest rank"),
         ("tokens", formatting.count(history.tokens)),
         ("time", formatting.duration(history.running_seconds)),
     ]
-    if mixture := _mixture(_recipe(run)[0]):
+    if mixture := _mixture(recipe):
         rows.append(("mixture", _format_mixture(mixture)))
     if history.saves:
         rows.append(("saved", _format_saves(history)))
     if history.resumes:
         event = history.resumes[-1]
-        rows.append(
-            (
-                "resumed",
-                f"from step {event.step:,}: {format_tensor_count(event)} tensors equal, {format_samples(event)}",
-            )
-        )
+        verified = f"{format_tensor_count(event)} tensors equal, {format_samples(event)}"
+        rows.append(("resumed", f"from step {event.step:,}: {verified}"))
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings):,}"))
     if history.end and history.end.message:
@@ -271,17 +273,6 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
     if run.report.exists():
         rows.append(("page", escape(str(formatting.relative_path(run.report)))))
     return rows
-
-
-def _format_dtype_note(run: RunFolder, paced_by: StartEvent | None) -> str:
-    precision = format_run_precision(paced_by, _recipe(run)[0])
-    return f", computed in {precision}" if precision else ""
-
-
-def _format_mfu(mfu: float | None, paced_by: StartEvent | None) -> str:
-    if paced_by is None:
-        return formatting.MISSING
-    return f"{formatting.percent(mfu)} of {format_start_peak(paced_by)}"
 
 
 def _format_saves(history: RunHistory) -> str:

@@ -7,7 +7,7 @@ of one axis that share a level's factor are neighbors on that level, so the axis
 factors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
@@ -110,7 +110,7 @@ def place_dense_axes(plan: Plan, cluster: Cluster | None) -> AxisFactors:
             factors[axis] = _factors_from_mapping(axis, wanted, getattr(plan.degrees, axis), levels, free_ranks)
     for axis in reversed(DENSE_AXES):
         if axis not in factors:
-            factors[axis] = _fill_levels(axis, getattr(plan.degrees, axis), free_ranks)
+            factors[axis] = _place_axis(axis, getattr(plan.degrees, axis), free_ranks)
     return factors
 
 
@@ -124,8 +124,8 @@ def place_expert_axes(plan: Plan, cluster: Cluster | None) -> AxisFactors:
             "ep", wanted, plan.degrees.ep, placement_levels(plan, cluster), free_ranks
         )
     else:
-        factors["ep"] = _fill_levels("ep", plan.degrees.ep, free_ranks)
-    factors["expert_shard"] = _fill_levels("expert_shard", plan.degrees.expert_shard, free_ranks)
+        factors["ep"] = _place_axis("ep", plan.degrees.ep, free_ranks)
+    factors["expert_shard"] = _place_axis("expert_shard", plan.degrees.expert_shard, free_ranks)
     return factors
 
 
@@ -154,13 +154,32 @@ def _factors_from_mapping(
     return factors
 
 
-def _fill_levels(axis: str, degree: int, free_ranks: list[int]) -> list[int]:
-    """Factors of an axis that fills the free ranks, innermost first; removes them from `free_ranks`."""
+def fill_levels(degree: int, free_ranks: list[int]) -> tuple[list[int], int]:
+    """Factors of an axis that fills the free ranks, innermost first, and the factor that does not fit.
+
+    Removes the factors from `free_ranks`.
+    """
     left, factors = degree, []
     for level, free in enumerate(free_ranks):
         factors.append(gcd(left, free))
         free_ranks[level] //= factors[-1]
         left //= factors[-1]
+    return factors, left
+
+
+def rank_digits(factors: AxisFactors, axes: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """The digits of a rank's number, least significant first: the axis of each, its base, and its weight."""
+    weight = 1
+    for level in range(len(factors[axes[0]])):
+        for axis in reversed(axes):
+            if factors[axis][level] > 1:
+                yield axis, factors[axis][level], weight
+                weight *= factors[axis][level]
+
+
+def _place_axis(axis: str, degree: int, free_ranks: list[int]) -> list[int]:
+    """Factors of an axis on every level; raises `PlacementError` if not all of it fits."""
+    factors, left = fill_levels(degree, free_ranks)
     if left > 1:
         raise PlacementError(
             f"axis {axis} of {degree} ranks must divide over the free ranks of the levels, but a factor of {left} "

@@ -1,4 +1,4 @@
-"""The published runs: what `danlu validate` predicts, and what was measured."""
+"""The published runs: what `validate.py` predicts, and what was measured."""
 
 import csv
 import tomllib

@@ -1,10 +1,10 @@
 """How held-out runs were described when they were first committed, from the history of this repository.
 
-    python benchmarks/first_described.py           # writes src/danlu/cost/published/first_described.csv
-    python benchmarks/first_described.py --check   # exits with 1 if the file is not what the history says
+    python benchmarks/validation/first_described.py           # writes published/first_described.csv
+    python benchmarks/validation/first_described.py --check   # exits with 1 if the file is not what the history says
 
 A line for every value of a held-out row that is not today's: the row, the column, the first value and the commit that
-first had the row. `*` means all rows: a column that the table did not have then. `danlu validate` scores the runs
+first had the row. `*` means all rows: a column that the table did not have then. `validate.py` scores the runs
 as they are described now, with the first values, and with the first values and without the columns added since.
 """
 
@@ -15,9 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = "src/danlu/cost/published/runs.csv"
-FIRST = ROOT / "src/danlu/cost/published/first_described.csv"
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = "benchmarks/validation/published/runs.csv"
+OLD_TABLE = "src/danlu/cost/published/runs.csv"
+"""Where the table was when its rows were first committed."""
+FIRST = ROOT / "benchmarks/validation/published/first_described.csv"
 COLUMNS = ("id", "column", "first", "commit")
 PROSE = ("source", "assumed")
 """Columns that no prediction reads."""
@@ -40,10 +42,12 @@ def main() -> int:
 def changes() -> list[tuple[str, str, str, str]]:
     """Every value of a held-out row that is not as first committed."""
     first: dict[str, tuple[dict[str, str], str]] = {}
-    for commit in _git("log", "--reverse", "--format=%h", "--abbrev=10", "--", TABLE).split():
-        for row in _rows(_git("show", f"{commit}:{TABLE}")):
-            if not row["set"].startswith("fit-"):
-                first.setdefault(row["id"], (row, commit))
+    for path in (OLD_TABLE, TABLE):
+        # a commit that removes the table does not have it
+        for commit in _git("log", "--reverse", "--diff-filter=AM", "--format=%h", "--abbrev=10", "--", path).split():
+            for row in _rows(_git("show", f"{commit}:{path}")):
+                if not row["set"].startswith("fit-"):
+                    first.setdefault(row["id"], (row, commit))
     found, added = [], {}
     for row in _rows((ROOT / TABLE).read_text(encoding="utf-8")):
         if row["id"] in first and not row["set"].startswith("fit-"):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from danlu.cost.calibration import Calibration
-from danlu.cost.runs import PublishedRun, TableVersion, load_runs
 from danlu.cost.step_prediction import StepPrediction
+from validation.published_runs import PublishedRun, TableVersion, load_runs
 
 MIN_JUDGED_GROUP = 8
 """Smallest group whose order is scored."""

@@ -1,4 +1,4 @@
-"""Predictions compared with published runs: tables for the terminal, and a page with a scatter plot."""
+"""Predictions compared with published runs: tables for the terminal, a page with a scatter plot, JSON."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Group as Stack
 from rich.table import Table
 
-from danlu.cost.runs import load_runs, original_values
-from danlu.cost.validation import DENSE, MOE, OTHER_CHIPS, RunComparison, SetScore, Target, ValidationReport
 from danlu.report import formatting
 from danlu.report.chart import Scale, log_ticks
+from validation.published_runs import load_runs, original_values
+from validation.scores import DENSE, MOE, OTHER_CHIPS, RunComparison, SetScore, Target, ValidationReport
 
 _SIZE = 620
 """Side of the scatter plot, in SVG units."""
@@ -62,9 +62,38 @@ def validation_json(validation: ValidationReport) -> dict[str, Any]:
             for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True)
         ],
         "changed_values": _changed_values(),
-        "sets": [_set_json(score) for score in validation.scores],
+        "sets": [{"name": score.name, **_set_json(score)} for score in validation.scores],
         "runs": [_run_json(point) for point in validation.points],
     }
+
+
+def report_figures(validation: ValidationReport) -> dict[str, Any]:
+    """Targets and sets by their names, shares as fractions: what `docs/reports/validate.json` holds."""
+    return {
+        "runs": len(validation.points),
+        "reached": sum(bar.passed for bar in validation.bars),
+        "bars": {
+            bar.name: {
+                "value": _fraction(bar, bar.value),
+                "limit": _fraction(bar, bar.limit),
+                "at_least": bar.at_least,
+                "reached": bar.passed,
+                "first_values": _fraction(bar, first.value),
+                "first_columns": _fraction(bar, bare.value),
+            }
+            for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True)
+        },
+        "small_groups": {
+            "groups": sum(len(score.small_groups) for score in validation.scores),
+            "regret": max(group.regret for score in validation.scores for group in score.small_groups),
+        },
+        "changed_values": sum(sum(columns.values()) for columns in _changed_values().values()),
+        "sets": {score.name: _set_json(score) for score in validation.scores},
+    }
+
+
+def _fraction(bar: Target, value: float) -> float:
+    return value * (0.01 if bar.unit == "%" else 1.0)
 
 
 def write_validation(validation: ValidationReport, path: Path) -> Path:
@@ -180,7 +209,6 @@ def _bar_words(bar: Target) -> tuple[str, str]:
 
 def _set_json(score: SetScore) -> dict[str, Any]:
     return {
-        "name": score.name,
         "runs": score.rows,
         "error": score.error,
         "bias": score.bias,

@@ -1,0 +1,1 @@
+"""The cost model compared with published training runs: `python benchmarks/validation/validate.py`."""
