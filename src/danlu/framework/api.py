@@ -206,7 +206,7 @@ def _join_world() -> World:
     chip = find_chip()
     device = chip.runtime.set_device(dist.get_node_local_rank(fallback_rank=0))
     if not dist.is_initialized():
-        backend = chip.collectives.backend if chip.collectives else "gloo"
+        backend = chip.backend or "gloo"
         if dist.is_torchelastic_launched():
             dist.init_process_group(backend)
         else:
