@@ -14,9 +14,10 @@ from torch import Tensor
 
 from danlu.spec.byte_format import format_bytes
 from danlu.storage.checkpoint.async_saver import STAGING_BUFFERS
+from danlu.storage.checkpoint.boxes import CHUNK_BYTES
 from danlu.storage.checkpoint.engine import CheckpointEngine
 from danlu.storage.checkpoint.local_shards import local_bytes
-from danlu.storage.checkpoint.staging import CHUNK_BYTES, copy_to_host
+from danlu.storage.checkpoint.staging import copy_to_host
 from danlu.storage.store.base import Store
 
 PROBE_BYTES = 64 << 20
