@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from danlu.comm.world import World
-from danlu.storage.checkpoint.async_saver import STAGING_BUFFERS, AsyncSaver, SaveJob, SavePolicy, SaveResult
+from danlu.storage.checkpoint.async_saver import STAGING_BUFFERS, AsyncSaver, RunningSave, SavePolicy, SaveResult
 from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
 from danlu.storage.checkpoint.commit import CheckpointSaveError, step_folder
 from danlu.storage.checkpoint.host_memory import reclaim_dead_runs, staging_folder, store_hash
@@ -136,7 +136,7 @@ class CheckpointEngine:
         plan = PackPlan.from_shards(mine)
         root = {"scalars": dict(scalars), "layout": self.layout, "written": time.time()}
         buffer = self._saver.buffers.acquire(plan.bytes)
-        save = SaveJob(step, attempt, self.world.rank, self.world.size, plan, root, began, buffer)
+        save = RunningSave(step, attempt, self.world.rank, self.world.size, plan, root, began, buffer)
         self._saver.start(save, tensors)
         if not overlap:
             self.wait_for_staging()
@@ -264,11 +264,11 @@ class CheckpointEngine:
         try:
             self.wait_for_saves()
         finally:
-            self._saver.close()
+            self._saver.abort()
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """Free the memory at once, without the other ranks; a running save is given up."""
-        self._saver.close()
+        self._saver.abort()
 
     def _agree_on_attempt(self, mine: Sequence[LocalShard]) -> tuple[str, list[LocalShard]] | None:
         """The attempt's name, and the shards with their writers; None to skip this save."""
