@@ -101,16 +101,16 @@ def _mean_seconds(run: Callable[[], object], device: torch.device, seconds: floa
     return elapsed / repeats
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, seconds: float, rounds: int = 5) -> float:
-    """Seconds of `run` when repeated: the median of up to `rounds` rounds within `seconds`, each a mean.
+def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of `run` when repeated: the median of up to five rounds within `seconds`, each a mean.
 
     A mean inside a round, because ranks that share a core take turns of milliseconds; a median over rounds, because
     other work on the machine comes and goes. Two rounds at least, however long a run takes.
     """
     run()
     once = _batch_seconds(run, device, 1)
-    batch = max(1, int(seconds / rounds / max(once, 1e-7)))
-    rounds = max(2, min(rounds, int(seconds / max(once, 1e-7))))
+    batch = max(1, int(seconds / 5 / max(once, 1e-7)))
+    rounds = max(2, min(5, int(seconds / max(once, 1e-7))))
     return statistics.median(_batch_seconds(run, device, batch) for _ in range(rounds))
 
 

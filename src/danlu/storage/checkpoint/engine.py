@@ -7,7 +7,7 @@ A store that fails, fills up or is slow costs a checkpoint and an event, never t
 import errno
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,9 +212,7 @@ class CheckpointEngine:
         warnings, self._saver.warnings = self._saver.warnings, []
         return warnings
 
-    def load(
-        self, step: int, tensors: Mapping[str, Tensor], on_bytes: Callable[[int], None] = lambda done: None
-    ) -> tuple[dict[str, Any], LoadVerification]:
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], LoadVerification]:
         """Fill `tensors` in place, whatever layout wrote them; returns the scalars and the verification.
 
         Every chunk is verified against the hash taken when it was saved. Raises `CorruptCheckpointError` on all ranks
@@ -227,7 +225,7 @@ class CheckpointEngine:
         corrupt, unavailable = "", ""
         try:
             reader = CheckpointReader(self.store, step, self._saver.replicas)
-            sums = fill_tensors(reader, tensors, mine, on_bytes)
+            sums = fill_tensors(reader, tensors, mine)
             self.repairs += reader.repairs
             self.bytes_by_store = reader.bytes_by_store
         except (CorruptCheckpointError, EOFError) as error:  # the other ranks wait: they must be informed
@@ -251,7 +249,7 @@ class CheckpointEngine:
         Verified like a load: `CorruptCheckpointError` if a tensor is not the one that was saved.
         """
         reader = CheckpointReader(self.store, step)
-        sums = fill_tensors(reader, tensors, local_shards(tensors), lambda done: None)
+        sums = fill_tensors(reader, tensors, local_shards(tensors))
         saved = reader.manifest.tensors
         self._raise_on_mismatch(
             reader, [name for name in tensors if sums.get(name, 0) != saved[name].fingerprint], len(tensors)
