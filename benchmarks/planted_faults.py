@@ -120,6 +120,7 @@ def _copy(root: Path) -> Iterator[Path]:
     """The files of this tree, with uncommitted changes, as a separate repository."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
+    names += [str(library.relative_to(root)) for library in root.glob("src/**/*.so")]  # compiled, so git ignores them
     with tempfile.TemporaryDirectory(prefix="danlu-fault-") as folder:
         copy = Path(folder) / "danlu"
         for name in filter(None, names):

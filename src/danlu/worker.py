@@ -260,8 +260,8 @@ def _continuity_warning(event: ResumeEvent) -> list[Event]:
 
 
 def _backend(chip: ChipDescriptor, rank_info: RankInfo) -> str:
-    if chip.collectives is not None:
-        return chip.collectives.backend
+    if chip.backend is not None:
+        return chip.backend
     if rank_info.world_size > 1:
         raise RuntimeError(
             f"chip {chip.name} must offer collectives for {rank_info.world_size} ranks, but has none; use 1 rank"

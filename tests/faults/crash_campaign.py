@@ -96,7 +96,7 @@ def _go_on(scenario: Scenario, folder: Path) -> None:
     for number, step in enumerate(steps):
         attempt = attempt_of(-step)
         saved[step, attempt] = content(step, attempt)
-        shelf.prepare_step(step)
+        shelf.refuse_or_quarantine(step)
         if not number:
             shelf.remove_leftovers(step, attempt)
         shelf.purge_stale(write_all(store, step, attempt, saved[step, attempt], 2).step)

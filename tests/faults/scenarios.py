@@ -59,7 +59,7 @@ class Run:
                 store = LocalStore(self.folder / "run", calls)
                 shelf = CheckpointDir(store, self.keep)
                 if writer == 0:
-                    shelf.prepare_step(step)
+                    shelf.refuse_or_quarantine(step)
                     shelf.remove_leftovers(step, attempt)
                 manifest = write(store, step, attempt, tensors, writer, writers)
                 if manifest is not None:

@@ -74,7 +74,7 @@ def test_a_later_checkpoint_that_is_not_proven_counts_for_nothing(store: Store) 
 def test_a_checkpoint_is_never_replaced(store: Store) -> None:
     saved(store, 20)
     with pytest.raises(CheckpointSaveError, match="exists already; it is not changed"):
-        CheckpointDir(store, 2).prepare_step(20)
+        CheckpointDir(store, 2).refuse_or_quarantine(20)
     check(store, lambda step, attempt: content(step, attempt), [20])
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_makes_way_for_one(store: Store, how: str) -> None
         store.write(f"{step_folder(20)}/{MANIFEST_FILE}", [b"" if how == "empty" else b"{}"])
     shelf = CheckpointDir(store, 2)
     assert shelf.resumable_steps() == []
-    shelf.prepare_step(20)
+    shelf.refuse_or_quarantine(20)
     assert QUARANTINE_FILE in store.list(step_folder(20))
     write_all(store, 20, attempt_of(99), content(20, attempt_of(99)), 2)
     assert check(store, lambda step, attempt: content(step, attempt), [20]) == 1

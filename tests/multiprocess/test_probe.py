@@ -2,23 +2,15 @@ import json
 import socket
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
-from typing import get_args
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from danlu.chips import OPERATIONS
-from danlu.chips.cpu import gloo_support
-from danlu.chips.descriptor import WireDtype
 from danlu.chips.device_benchmark import MeasurementError
-from danlu.comm.collective_benchmark import CollectiveFit, bus_bandwidth_factor, fit_line, ring_steps
+from danlu.comm.collective_benchmark import OPERATIONS, CollectiveFit, bus_bandwidth_factor, fit_line, ring_steps
 from danlu.comm.rank_benchmark import QUICK, measure_local_ranks, measurement_names
 from danlu.cost import ParallelLayout, Predictor
-from danlu.spec import Cluster, CollectiveOp, Model, load_cluster
+from danlu.spec import Cluster, Model, load_cluster
 from danlu.spec.recipe import BatchConfig
 
 # --- the arithmetic
@@ -158,58 +150,3 @@ def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> 
         ParallelLayout(shard=2, reshard_after_forward=True)
     )
     assert 1e-3 < step.seconds < 100 and not step.assumptions
-
-
-# --- the operation matrix, held against the library itself
-
-TORCH: dict[WireDtype, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-}
-
-
-def attempt(operation: CollectiveOp, dtype: torch.dtype, average: bool, rank: int) -> bool:
-    """Run the call on two ranks, and tell whether it works."""
-    whole, other, part = (torch.ones(size).to(dtype) for size in (8, 8, 4))
-    reduction = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    try:
-        match operation:
-            case "all_reduce":
-                dist.all_reduce(whole, op=reduction)
-            case "all_gather":
-                dist.all_gather_single(whole, part)
-            case "reduce_scatter":
-                dist.reduce_scatter_single(part, whole, op=reduction)
-            case "all_to_all":
-                dist.all_to_all_single(other, whole)
-            case "p2p":
-                dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
-    except RuntimeError:
-        return False
-    return True
-
-
-def try_all(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    cases = product(OPERATIONS, TORCH, (False, True))
-    works = {f"{op} {wire} {average}": attempt(op, TORCH[wire], average, rank) for op, wire, average in cases}
-    dist.destroy_process_group()
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(works))
-
-
-def test_gloo_does_what_its_matrix_says_and_nothing_else(tmp_path: Path) -> None:
-    mp.spawn(try_all, (str(tmp_path),), nprocs=2)
-    collectives = gloo_support()
-    assert set(TORCH) == set(get_args(WireDtype))
-    declared = {
-        f"{op} {wire} {average}": collectives.unsupported_reason(op, wire, "avg" if average else "sum") == ""
-        for op, wire, average in product(OPERATIONS, TORCH, (False, True))
-    }
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == declared

@@ -13,7 +13,7 @@ from broken_files import CLUSTER, CONTRADICTIONS, EXPERTS, PLAN, READING, RECIPE
 from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
-from danlu.comm.rank_layout import dense_ranks, expert_ranks
+from danlu.comm.rank_layout import dense_ranks, expert_layout
 from danlu.spec import Cluster, SpecError, rules
 from danlu.spec.check import find_problems, load_run_spec, parsed_without_file
 from danlu.spec.load import read_cluster, read_plan, read_recipe
@@ -221,7 +221,7 @@ def test_what_passes_can_be_placed_and_what_does_not_cannot() -> None:
 def _is_placed(plan: Plan, cluster: Cluster) -> bool:
     try:
         dense_ranks(plan, cluster)
-        expert_ranks(plan, cluster)
+        expert_layout(plan, cluster)
     except PlacementError:
         return False
     return True

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from danlu.chips import ChipDescriptor, ChipError, device_benchmark, find_chip, host, list_chips
-from danlu.chips.accelerator import AcceleratorRuntime, find_data_sheet, nccl_support
-from danlu.chips.cpu import CpuRuntime, gloo_support
-from danlu.chips.cuda import DATA_SHEETS as NVIDIA
+from danlu.chips.accelerator import AcceleratorRuntime
+from danlu.chips.cpu import CpuRuntime
 from danlu.chips.cuda import describe as describe_cuda
 from danlu.chips.device_benchmark import (
     MeasurementError,
@@ -22,8 +22,6 @@ from danlu.chips.device_benchmark import (
     measure_matmul_flops,
     measure_memory_bandwidth,
 )
-from danlu.chips.health import DeviceSelfTest, check_matmul
-from danlu.chips.rocm import DATA_SHEETS as AMD
 from danlu.chips.rocm import describe as describe_rocm
 
 CPU = torch.device("cpu")
@@ -75,13 +73,7 @@ def test_a_third_party_chip_is_found_and_comes_before_the_cpu(add_chip: AddChip)
     add_chip("mychip")
     assert find_chip("mychip").name == "mychip"
     assert find_chip().name == "mychip"
-    assert list(find_chip("mychip").missing_providers()) == [
-        "capabilities",
-        "collectives",
-        "health",
-        "telemetry",
-        "scheduler",
-    ]
+    assert find_chip("mychip").backend is None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_a_chip_that_fails_to_load_is_reported_and_the_rest_work(
 def test_two_packages_with_one_name_are_reported(add_chip: AddChip) -> None:
     add_chip("cpu", package="another")
     with pytest.warns(RuntimeWarning, match="declared by both danlu and another: danlu is used"):
-        assert list_chips()["cpu"].collectives is not None
+        assert list_chips()["cpu"].backend == "gloo"
 
 
 def test_an_unknown_chip_names_the_nearest() -> None:
@@ -134,24 +126,17 @@ def test_a_source_tree_without_metadata_says_what_to_do(monkeypatch: pytest.Monk
 
 def test_the_cpu_descriptor_is_complete() -> None:
     chip = find_chip("cpu")
-    assert chip.missing_providers() == {}
+    assert chip.backend == "gloo"
+    assert chip.runtime.device_name() == host.cpu_name()
     assert chip.runtime.unavailable_reason() == ""
     assert chip.runtime.set_device(7) == CPU
     assert 1 <= chip.runtime.device_count() <= 100_000
-    assert chip.capabilities is not None and chip.capabilities.data_sheet() is None
-
-
-def test_seeding_repeats_the_numbers() -> None:
-    runtime = CpuRuntime()
-    runtime.seed(3)
-    first = torch.rand(4)
-    runtime.seed(3)
-    assert torch.equal(first, torch.rand(4))
 
 
 def test_peak_memory_sees_an_allocation_and_keeps_it() -> None:
     runtime = CpuRuntime()
-    size = host.peak_resident_memory() - host.resident_memory() + 64 * 2**20  # enough to pass any earlier peak
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    size = host.peak_resident_memory() - resident + 64 * 2**20  # enough to pass any earlier peak
     before = runtime.max_memory()
     with mmap.mmap(-1, size) as held:  # not from the C library, which may have kept what others freed
         torch.frombuffer(held, dtype=torch.uint8).fill_(1)
@@ -193,26 +178,6 @@ def test_a_c_library_that_keeps_nothing_is_told_with_its_cost(monkeypatch: pytes
         CpuRuntime().set_device(0)
 
 
-def test_telemetry_reads_the_kernel() -> None:
-    chip = find_chip("cpu")
-    assert chip.telemetry is not None
-    figures = chip.telemetry.read()
-    assert figures["load_per_core"] >= 0
-    assert 2**20 < figures["resident"] < chip.runtime.memory_total()
-    assert 0 < figures["memory_available"] <= chip.runtime.memory_total()
-
-
-def test_gloo_says_what_it_lacks_and_what_to_do() -> None:
-    collectives = gloo_support()
-    assert collectives.unsupported_reason("all_reduce", "bf16", "avg") == ""
-    assert "sum, then divide" in collectives.unsupported_reason("all_reduce", "int64", "avg")
-    assert collectives.unsupported_reason("all_gather", "int64", "avg") == ""  # gathers reduce nothing
-    assert "view the tensor as uint8" in collectives.unsupported_reason("all_gather", "fp8")
-    assert collectives.emulated == {"reduce_scatter"}
-    assert nccl_support().unsupported_reason("all_gather", "fp8") == ""
-    assert nccl_support().unsupported_reason("reduce_scatter", "fp8") != ""
-
-
 # --- host facts of another machine
 
 
@@ -237,57 +202,18 @@ def test_hyper_threads_count_once_and_a_container_quota_counts(tmp_path: Path) -
 
 
 def test_memory_is_the_containers_where_that_is_less(tmp_path: Path) -> None:
-    root = write(tmp_path, {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    600 kB\n"})
+    root = write(tmp_path, {"proc/meminfo": "MemTotal:       1000 kB\n"})
     assert host.memory_total(root) == 1_024_000
-    assert host.memory_available(root) == 614_400
-    write(root, {"sys/fs/cgroup/memory.max": "500000\n", "sys/fs/cgroup/memory.current": "400000\n"})
+    write(root, {"sys/fs/cgroup/memory.max": "500000\n"})
     assert host.memory_total(root) == 500_000
-    assert host.memory_available(root) == 100_000
 
 
-def test_caches_cards_and_names(tmp_path: Path) -> None:
+def test_caches_and_names(tmp_path: Path) -> None:
     cache = "sys/devices/system/cpu/cpu0/cache"
     root = write(tmp_path, {f"{cache}/index0/size": "48K\n", f"{cache}/index3/size": "32M\n"})
     assert host.last_level_cache(root) == 32 * 2**20
-    assert host.rdma_devices(root) == ()
-    write(
-        root, {"sys/class/infiniband/mlx5_0/x": "", "proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n"}
-    )
-    assert host.rdma_devices(root) == ("mlx5_0",)
+    write(root, {"proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n"})
     assert host.cpu_name(root) == "Some CPU @ 2 GHz"
-
-
-# --- health
-
-
-def test_a_healthy_device_passes() -> None:
-    findings = DeviceSelfTest(CpuRuntime(), lambda: CpuRuntime().memory_total()).run_checks(0)
-    assert [finding.check for finding in findings] == ["matmul float32", "matmul bfloat16", "memory"]
-    assert all(finding.healthy for finding in findings), findings
-
-
-def flip_one_exponent_bit(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    result = (left @ right).float()
-    result.view(torch.int32)[17, 5] ^= 1 << 24
-    return result
-
-
-def give_nan(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    result = left @ right
-    result[0, 0] = float("nan")
-    return result
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("product", [flip_one_exponent_bit, give_nan])
-def test_a_device_that_reckons_wrongly_is_found(
-    dtype: torch.dtype, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> None:
-    assert not check_matmul(CPU, dtype, product).healthy
-
-
-def test_a_full_device_is_found() -> None:
-    assert not DeviceSelfTest(CpuRuntime(), lambda: 2**20).run_checks(0)[-1].healthy
 
 
 # --- accelerators, with the build and the devices of another machine
@@ -348,25 +274,11 @@ def test_ascend_is_here_when_its_extension_and_device_are(monkeypatch: pytest.Mo
     assert not runtime.is_available()
 
 
-def test_scheduler_names_differ() -> None:
-    names = {name: chip.scheduler for name, chip in list_chips().items()}
-    assert {name: scheduler.slurm for name, scheduler in names.items() if scheduler} == {
-        "ascend": "npu",
-        "cpu": "",
-        "cuda": "gpu",
-        "rocm": "gpu",
-    }
-
-
-def test_data_sheets_are_found_by_the_drivers_name() -> None:
-    sheet = find_data_sheet("NVIDIA H100 80GB HBM3", NVIDIA)
-    assert sheet is not None and sheet.peak["bf16"] == pytest.approx(989.5e12)
-    assert find_data_sheet("NVIDIA GeForce RTX 4090", NVIDIA) is None
-    sheet = find_data_sheet("AMD Instinct MI300X", AMD)
-    assert sheet is not None and sheet.kind == "rocm"
-    for chip in (*NVIDIA.values(), *AMD.values()):
-        assert not chip.measured
-        assert chip.peak["fp64"] <= chip.peak["fp32"] < chip.peak["bf16"] == chip.peak["fp16"]
+def test_a_device_has_the_name_its_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(get_device_name=lambda: "Some Chip 80GB")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: driver if kind == "reporting" else SimpleNamespace())
+    assert AcceleratorRuntime("reporting", lambda: "").device_name() == "Some Chip 80GB"
+    assert AcceleratorRuntime("silent", lambda: "").device_name() == "silent"
 
 
 # --- measures of one device

@@ -2,9 +2,11 @@
 
 import ctypes
 import mmap
+import shutil
 import threading
 import time
 import warnings
+from functools import cache
 from pathlib import Path
 
 import google_crc32c
@@ -13,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.storage.store import checksum
-from danlu.storage.store.checksum import NativeCrc32c, PortableCrc32c, copy_with_crc32c, crc32c, crc32c_is_native
+from danlu.storage.checkpoint import reed_solomon
+from danlu.storage.checkpoint.fingerprint import NativeFingerprint, NumpyFingerprint
+from danlu.storage.store import checksum, native
+from danlu.storage.store.checksum import NativeCrc32c, PortableCrc32c, copy_with_crc32c, crc32c
 from danlu.storage.store.native import NativeUnavailableError, load_library
 
 RFC_3720 = [
@@ -25,7 +29,7 @@ RFC_3720 = [
     (b"123456789", 0xE3069283),
     (b"", 0),
 ]
-WAYS = {"native": NativeCrc32c, "portable": PortableCrc32c}
+WAYS = {"native": cache(lambda: NativeCrc32c(load_library("copy_hash"))), "portable": PortableCrc32c}
 
 
 @pytest.fixture(params=WAYS)
@@ -33,11 +37,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     made = WAYS[request.param]()
     monkeypatch.setattr(checksum, "_crc32c_backend", lambda: made)
     return str(request.param)
-
-
-def test_this_machine_has_the_native_way() -> None:
-    """Every machine the tests are run on has a compiler: CI installs one."""
-    assert crc32c_is_native()
 
 
 @pytest.mark.parametrize(("data", "expected"), RFC_3720)
@@ -58,13 +57,12 @@ def test_a_sum_goes_on_where_another_ended() -> None:
 LENGTHS = st.one_of(st.integers(0, 10_000), st.integers((1 << 20) - 70, (1 << 20) + 7000))
 
 
-@pytest.mark.parametrize("made", [WAYS[name]() for name in WAYS], ids=list(WAYS))
+@pytest.mark.parametrize("name", WAYS)
 @settings(max_examples=60, deadline=None)
 @given(length=LENGTHS, from_border=st.integers(0, 130), to_border=st.integers(0, 130), seed=st.integers(0, 2**32))
-def test_any_length_and_alignment(
-    made: NativeCrc32c | PortableCrc32c, length: int, from_border: int, to_border: int, seed: int
-) -> None:
+def test_any_length_and_alignment(name: str, length: int, from_border: int, to_border: int, seed: int) -> None:
     """Also that not one byte beside the target is touched."""
+    made = WAYS[name]()
     origin = memoryview(mmap.mmap(-1, length + 131))
     origin[:] = np.random.default_rng(seed).bytes(len(origin))
     copied = memoryview(mmap.mmap(-1, length + 262))
@@ -128,73 +126,85 @@ def test_other_threads_run_meanwhile() -> None:
     assert sum(began < moment < ended for moment in ticks) >= 3
 
 
-# --- compiling
+# --- compiled, or not
 
 
-def test_the_library_is_made_once_and_kept_private(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    load_library("copy_hash", cache)
-    (library,) = cache.iterdir()
-    made = library.stat()
-    assert made.st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
-    load_library("copy_hash", cache)
-    assert library.stat().st_mtime_ns == made.st_mtime_ns
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the C files, without libraries."""
+    for source in native.build.FOLDER.glob("*.c"):
+        shutil.copy(source, tmp_path)
+    monkeypatch.setattr(native.build, "FOLDER", tmp_path)
+    return tmp_path
 
 
-def _replace(library: Path) -> None:
-    """With another file: one that is loaded must not change under the process."""
-    library.unlink()
-    library.write_bytes(b"not what was compiled")
-    library.chmod(0o700)
+def test_every_c_file_is_compiled_and_loaded() -> None:
+    """pip has compiled them, or build.py in a checkout on the path; CI must not test the portable code alone."""
+    for source in native.build.FOLDER.glob("*.c"):
+        assert isinstance(load_library(source.stem), ctypes.CDLL)
 
 
-def test_a_library_somebody_else_may_write_is_not_loaded(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    load_library("copy_hash", cache)
-    (library,) = cache.iterdir()
-    _replace(library)
-    library.chmod(0o777)
-    assert isinstance(load_library("copy_hash", cache), ctypes.CDLL)
-    assert library.stat().st_mode & 0o077 == 0
-    cache.chmod(0o777)
-    _replace(library)
-    assert isinstance(load_library("copy_hash", cache), ctypes.CDLL)  # made elsewhere
-    assert library.read_bytes() == b"not what was compiled"
+def test_a_library_is_of_its_source_as_it_is_now(folder: Path) -> None:
+    assert native.build.build() == {}
+    load_library("gf256")
+    with (folder / "gf256.c").open("a") as source:
+        source.write("int danlu_more(void) { return 42; }\n")
+    with pytest.raises(NativeUnavailableError, match=r"(?s)gf256.c was not compiled.*run `python .*build.py`"):
+        load_library("gf256")
+    assert native.build.build() == {}
+    assert load_library("gf256").danlu_more() == 42
+    assert len(list(folder.glob("*.so"))) == len(list(folder.glob("*.c"))), "the earlier one is removed"
 
 
-def test_a_link_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    load_library("copy_hash", cache)
-    (library,) = cache.iterdir()
-    other = tmp_path / "other.so"
-    other.write_bytes(b"not what was compiled")
-    library.unlink()
-    library.symlink_to(other)
-    load_library("copy_hash", cache)
-    assert not library.is_symlink()
-    assert other.read_bytes() == b"not what was compiled"
+@pytest.mark.parametrize(("compiler", "reason"), [("no-such-compiler", "no C compiler"), ("false", "failed")])
+def test_a_build_without_a_compiler_says_so_and_leaves_nothing(folder: Path, compiler: str, reason: str) -> None:
+    failures = native.build.build((compiler,))
+    assert set(failures) == {source.stem for source in folder.glob("*.c")}
+    assert all(reason in why for why in failures.values())
+    assert {file.suffix for file in folder.iterdir()} == {".c"}
 
 
-@pytest.mark.parametrize(
-    ("compiler", "reason"), [(("no-such-compiler",), "no C compiler"), (("false",), "failed"), (("true",), "loaded")]
-)
-def test_no_compiler_is_told_with_its_reason(tmp_path: Path, compiler: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(NativeUnavailableError, match=reason):
-        load_library("copy_hash", tmp_path / "cache", compiler)
+def test_a_library_that_cannot_be_loaded_says_so(folder: Path) -> None:
+    native.build.library_path("gf256").write_bytes(b"compiled for another machine")
+    with pytest.raises(NativeUnavailableError, match="cannot be loaded"):
+        load_library("gf256")
 
 
-def test_the_slow_way_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> ctypes.CDLL:
-        raise NativeUnavailableError("there is no C compiler `cc`")
+HERE = Path("/proc/cpuinfo").read_text()
 
-    monkeypatch.setattr(checksum, "load_library", refuse)
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("vectors", ["", *(name for name in ("ssse3", "avx2") if name in HERE)])
+def test_narrower_vectors_give_the_same(vectors: str) -> None:
+    """As on a processor that has these and no others; a feature is known by the length of its name."""
+    lesser = f"-DCPU_HAS(feature)=(sizeof(feature) == {len(vectors) + 1})"
+    assert native.build.build((*native.build.COMPILE_COMMAND, lesser)) == {}
+    dice = np.random.default_rng(3)
+    data, total = (dice.integers(0, 256, 1000, dtype=np.uint8) for _ in range(2))
+    products = reed_solomon._products(29)
+    expected = total ^ products[data]
+    halves = np.concatenate([products[:16], products[::16]])
+    multiply_add = reed_solomon._multiply_add(load_library("gf256"))
+    multiply_add(total.ctypes.data, data.ctypes.data, halves.ctypes.data, len(data))
+    assert np.array_equal(total, expected)
+    in_c, weights = NativeFingerprint(load_library("fingerprint")), dice.integers(0, 2**63, 999, dtype=np.uint64)
+    for dtype in (np.uint8, np.uint16, np.uint32, np.uint64):
+        rows = dice.integers(0, np.iinfo(dtype).max, (7, 999), dtype=dtype)
+        sums = np.zeros((2, 7), np.uint64)
+        for way, result in zip((in_c, NumpyFingerprint()), sums, strict=True):
+            way.add_row_sums(rows, weights, 5, result)
+        assert np.array_equal(*sums)
+        assert in_c.any_has_bits(rows, int(rows[6, 998])) and not in_c.any_has_bits(rows & dtype(1), 3)
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_slow_way_is_told_once() -> None:
     checksum._crc32c_backend.cache_clear()
     try:
-        with pytest.warns(RuntimeWarning, match=r"no C compiler.*twice as long"):
+        with pytest.warns(RuntimeWarning, match=r"twice as long: copy_hash.c was not compiled"):
             assert crc32c(b"123456789") == 0xE3069283
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert copy_with_crc32c(b"123456789", bytearray(9)) == 0xE3069283
-            assert not crc32c_is_native()
     finally:
         checksum._crc32c_backend.cache_clear()

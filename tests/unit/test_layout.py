@@ -7,7 +7,7 @@ from math import gcd, prod
 import numpy as np
 import pytest
 
-from danlu.comm.rank_layout import RankArray, dense_layout, dense_ranks, expert_layout, expert_ranks
+from danlu.comm.rank_layout import RankArray, dense_layout, dense_ranks, expert_layout
 from danlu.spec import Chip, Cluster, Degrees, NetworkLevel, Plan, load_cluster
 from danlu.spec.plan import DENSE_AXES, Axis
 from danlu.spec.rank_placement import EXPERT_AXES, PlacementError, innermost_common_level, placement_levels
@@ -28,6 +28,10 @@ def along(ranks: RankArray, axes: tuple[str, ...], axis: str) -> list[list[int]]
     """The groups of an axis, each in the order of its ranks."""
     groups = np.moveaxis(ranks, axes.index(axis), -1).reshape(-1, ranks.shape[axes.index(axis)])
     return [[int(rank) for rank in group] for group in groups]
+
+
+def expert_ranks(placed: Plan, network: Cluster | None = None) -> RankArray:
+    return expert_layout(placed, network).ranks_along(0, EXPERT_AXES)
 
 
 # --- hand-made cases

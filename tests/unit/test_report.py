@@ -12,7 +12,7 @@ from made_runs import append, make_run, started, step
 from danlu.report import write_run_page
 from danlu.report.chart import ChartMarkers, ChartSeries, downsample, log_ticks, render_chart, smooth, ticks
 from danlu.report.formatting import MISSING, count, duration, flop_rate, loss, percent, scientific, size, sparkline
-from danlu.report.layout_svg import elide, pp_rank_of_stage, rank_grid
+from danlu.report.layout_svg import elide, rank_grid
 from danlu.report.run_history import RunHistory, read_run_history
 from danlu.spec import (
     Chip,
@@ -250,8 +250,10 @@ def test_a_large_mesh_is_cut_in_the_middle() -> None:
 def test_stages_go_round_or_there_and_back() -> None:
     looped = Plan(degrees=Degrees(pp=3), pipeline=PipelineConfig(schedule="interleaved", stages_per_rank=2))
     turned = Plan(degrees=Degrees(pp=3), pipeline=PipelineConfig(schedule="zbv", stages_per_rank=2))
-    assert [pp_rank_of_stage(looped, stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [pp_rank_of_stage(turned, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [looped.rank_of_stage(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [turned.rank_of_stage(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [looped.stages_of_rank(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [turned.stages_of_rank(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
 # -------------------------------------------------------------------------------------------- charts

@@ -25,6 +25,7 @@ BENCHMARK_DTYPES: dict[Dtype, torch.dtype] = {
 """Dtypes in which a plain matmul is measured. Not fp8: it needs scales, and a CPU that emulates it takes minutes."""
 
 _MATMUL_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+_ROUNDS = 4
 _BLOCK = 8 * 2**20
 # O_DIRECT requires addresses, offsets and lengths in full sectors; a page is a multiple of any sector in use.
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -34,16 +35,15 @@ class MeasurementError(Exception):
     """Something could not be measured; the message says why."""
 
 
-def measure_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5, rounds: int = 4) -> float:
-    """FLOP/s of square matmuls at the best size: the best of `rounds` rounds, which take half of `seconds`.
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """FLOP/s of square matmuls at the best size: the best of several rounds, which take half of `seconds`.
 
     Uses the threads the caller has set. The other half finds the size: sizes grow while one matmul still
     fits, so that a dtype the device only emulates takes no longer than a native one. Other work on the machine
-    only ever lowers a rate, hence the best round and not the mean; a caller whose ranks are that other work, more
-    of them than cores, wants the mean: one round.
+    only ever lowers a rate, hence the best round and not the mean.
     """
     side = best_matmul_size(device, dtype, seconds / 2)
-    return max(matmul_flops(device, dtype, side, seconds / 2 / rounds) for _ in range(rounds))
+    return max(matmul_flops(device, dtype, side, seconds / 2 / _ROUNDS) for _ in range(_ROUNDS))
 
 
 def best_matmul_size(device: torch.device, dtype: torch.dtype, seconds: float) -> int:
@@ -89,37 +89,28 @@ def measure_memory_bandwidth(device: torch.device, seconds: float = 0.5, sharers
 
 def _mean_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Mean seconds of `run`, repeated for about `seconds` after one warm-up run."""
-    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
     run()
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    once = time.perf_counter() - start
+    once = _batch_seconds(run, device, 1)
     # One synchronization per batch: it costs an accelerator more than a small kernel does. Several batches, because
     # on a busy machine one timed run says little about the next.
     batch = max(1, int(seconds / 8 / max(once, 1e-7)))
     repeats, elapsed = 0, 0.0
-    start = time.perf_counter()
     while elapsed < seconds:
-        for _ in range(batch):
-            run()
-        synchronize()
+        elapsed += batch * _batch_seconds(run, device, batch)
         repeats += batch
-        elapsed = time.perf_counter() - start
     return elapsed / repeats
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, seconds: float, rounds: int = 5) -> float:
-    """Seconds of `run` when repeated: the median of up to `rounds` rounds within `seconds`, each a mean.
+def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of `run` when repeated: the median of up to five rounds within `seconds`, each a mean.
 
     A mean inside a round, because ranks that share a core take turns of milliseconds; a median over rounds, because
     other work on the machine comes and goes. Two rounds at least, however long a run takes.
     """
     run()
     once = _batch_seconds(run, device, 1)
-    batch = max(1, int(seconds / rounds / max(once, 1e-7)))
-    rounds = max(2, min(rounds, int(seconds / max(once, 1e-7))))
+    batch = max(1, int(seconds / 5 / max(once, 1e-7)))
+    rounds = max(2, min(5, int(seconds / max(once, 1e-7))))
     return statistics.median(_batch_seconds(run, device, batch) for _ in range(rounds))
 
 

@@ -1,6 +1,6 @@
 """The host as this process may use it: cores, memory, caches, name. Read from /proc and /sys on Linux.
 
-Every function takes the root of the file system, so that a test can simulate another machine. On systems
+Most functions take the root of the file system, so that a test can simulate another machine. On systems
 without /proc and /sys the values come from Python's `os` and `resource` where they have them.
 """
 
@@ -46,47 +46,29 @@ def _quota(root: Path) -> float | None:
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
 
 
+def load_per_core() -> float:
+    """Runnable processes per usable core over the last minute."""
+    return os.getloadavg()[0] / physical_cores()
+
+
 def memory_total(root: Path = _ROOT) -> int:
     """Bytes of memory this process may use: the machine's, or its container's if that is less."""
-    total = _meminfo(root, "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    total = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _text(root / "sys/fs/cgroup/memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def memory_available(root: Path = _ROOT) -> int:
-    """Bytes that can be allocated now without swapping; 0 if the system does not report it."""
-    available = _meminfo(root, "MemAvailable")
-    limit, used = (_text(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
-    return available
-
-
-def _meminfo(root: Path, key: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
-
-
-def resident_memory(root: Path = _ROOT) -> int:
-    """Bytes of memory this process holds now; 0 if the system does not report it."""
-    return _status(root, "VmRSS")
-
-
-def peak_resident_memory(root: Path = _ROOT) -> int:
+def peak_resident_memory() -> int:
     """Peak bytes of memory this process has held.
 
     On Linux `ru_maxrss` is inherited through fork and exec, so a small child of a large parent would report the
     parent's peak; the high-water mark in /proc is the process's own.
     """
-    if own := _status(root, "VmHWM"):
-        return own
+    if own := re.search(r"^VmHWM:\s+(\d+) kB$", _text(_ROOT / "proc/self/status"), re.MULTILINE):
+        return int(own[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _status(root: Path, key: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+) kB$", _text(root / "proc/self/status"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
 
 
 def last_level_cache(root: Path = _ROOT) -> int:
@@ -94,12 +76,6 @@ def last_level_cache(root: Path = _ROOT) -> int:
     files = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [re.fullmatch(r"(\d+)([KMG])", _text(file).strip()) for file in files]
     return max((int(size[1]) * _SIZES[size[2]] for size in sizes if size), default=0)
-
-
-def rdma_devices(root: Path = _ROOT) -> tuple[str, ...]:
-    """Names of the network cards that can read memory without the CPU."""
-    cards = root / "sys/class/infiniband"
-    return tuple(sorted(card.name for card in cards.iterdir())) if cards.is_dir() else ()
 
 
 def _text(path: Path) -> str:

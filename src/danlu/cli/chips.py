@@ -33,19 +33,17 @@ def _figures(chip: "ChipDescriptor") -> dict[str, Any]:
         "available": available,
         "why_not": chip.runtime.unavailable_reason(),
         "devices": chip.runtime.device_count(),
-        "backend": chip.collectives.backend if chip.collectives else None,
+        "backend": chip.backend,
         "memory": chip.runtime.memory_total() if available else None,
-        "missing": chip.missing_providers(),
     }
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table()
-    for column in ("chip", "available", "devices", "collectives", "memory", "without"):
+    for column in ("chip", "available", "devices", "collectives", "memory"):
         right = column in ("devices", "memory")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column not in ("available", "without"))
+        table.add_column(column, justify="right" if right else "left", no_wrap=column != "available")
     for row in rows:
         available = "[green]yes[/]" if row["available"] else f"no: {row['why_not']}"
-        backend, missing = row["backend"] or MISSING, ", ".join(row["missing"])
-        table.add_row(row["name"], available, str(row["devices"]), backend, size(row["memory"]), missing)
+        table.add_row(row["name"], available, str(row["devices"]), row["backend"] or MISSING, size(row["memory"]))
     return table

@@ -159,7 +159,7 @@ def _measure(
         _refuse(f"--ranks: must be at most the {devices} devices of chip {chip.name} here, but is {here}")
     if here > devices:
         typer.echo(f"warning: {here} ranks share {devices} cores: each gets less than a core", err=True)
-    load = chip.telemetry.read().get("load_per_core", 0.0) if chip.telemetry else 0.0
+    load = host.load_per_core() if on_host else 0.0
     if load > _MAX_IDLE_LOAD:
         busy = f"the machine is busy ({load:.1f} processes per core)"
         typer.echo(f"warning: {busy}: results will be too low; probe an idle machine", err=True)
@@ -281,12 +281,8 @@ def _cluster(figures: _ProbeResult, name: str, probe_rank: _ProbeRank | None) ->
 
 
 def _chip_name(figures: _ProbeResult) -> str:
-    from danlu.chips import host
-
-    sheet = figures.chip.capabilities.data_sheet() if figures.chip.capabilities else None
-    if sheet is not None:
-        return sheet.name
-    return f"{host.cpu_name()}, {_format_threads(figures.ranks)}" if figures.chip.name == "cpu" else figures.chip.name
+    name = figures.chip.runtime.device_name()
+    return f"{name}, {_format_threads(figures.ranks)}" if figures.chip.name == "cpu" else name
 
 
 def _source(figures: _ProbeResult) -> str:

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
-from danlu.chips import CollectiveOp, Runtime
+from danlu.chips import Runtime
 from danlu.comm.world import TIMEOUT
-from danlu.spec.cluster import CollectiveCurve
+from danlu.spec.cluster import CollectiveCurve, CollectiveOp
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.divisors import divisors
 from danlu.torch_compat import all_gather_single, reduce_scatter_single
@@ -20,6 +21,7 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 200
 _PRECEDING_MATMUL_ROWS = 512
 """Rows of the matmul before a timed call: a few milliseconds of a core."""
 
+OPERATIONS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 LevelFanouts = tuple[tuple[str, int], ...]
 """Levels of the network from the innermost outwards: name, and how many of the level below it joins."""
 

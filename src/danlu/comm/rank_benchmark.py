@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnProcess
 import torch
 import torch.distributed as dist
 
-from danlu.chips import OPERATIONS, ChipDescriptor, find_chip
+from danlu.chips import ChipDescriptor, find_chip
 from danlu.chips.device_benchmark import (
     BENCHMARK_DTYPES,
     MeasurementError,
@@ -25,6 +25,7 @@ from danlu.chips.device_benchmark import (
     median_seconds,
 )
 from danlu.comm.collective_benchmark import (
+    OPERATIONS,
     CollectiveFit,
     CollectiveTimer,
     LevelFanouts,
@@ -258,13 +259,13 @@ class _RankProbe:
     """One rank's view of the measurement; every rank takes the same steps in the same order."""
 
     def __init__(self, chip: ChipDescriptor, rank: int, ranks: int, local_rank: int, store: Store) -> None:
-        if chip.collectives is None and ranks > 1:
-            raise MeasurementError(f"chip {chip.name} has {chip.missing_providers()['collectives']}")
+        if chip.backend is None and ranks > 1:
+            raise MeasurementError(f"chip {chip.name} has no collectives: only runs of one rank")
         self.rank, self.ranks = rank, ranks
         self.runtime = chip.runtime
         self.device = chip.runtime.set_device(local_rank)
         dist.init_process_group(
-            chip.collectives.backend if chip.collectives else None,
+            chip.backend,
             store=store,
             rank=rank,
             world_size=ranks,

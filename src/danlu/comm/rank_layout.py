@@ -56,8 +56,3 @@ def expert_layout(plan: Plan, cluster: Cluster | None = None) -> RankLayout:
 def dense_ranks(plan: Plan, cluster: Cluster | None = None) -> RankArray:
     """All ranks of the run as an array of shape (pp, replicate, shard, cp, tp)."""
     return dense_layout(plan, cluster).ranks_along(0, DENSE_AXES)
-
-
-def expert_ranks(plan: Plan, cluster: Cluster | None = None) -> RankArray:
-    """The same ranks as an array of shape (pp, replicate, expert_shard, ep)."""
-    return expert_layout(plan, cluster).ranks_along(0, EXPERT_AXES)

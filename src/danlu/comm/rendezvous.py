@@ -11,6 +11,8 @@ from danlu.torch_compat import FileStore, HashStore, Store, TCPStore
 FILE_SCHEME = "file:"
 """Prefix of a rendezvous endpoint that is a file."""
 
+_TIMEOUT = timedelta(minutes=10)
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -29,20 +31,22 @@ class RankInfo:
         return self.endpoint.startswith(FILE_SCHEME)
 
 
-def rendezvous(rank_info: RankInfo, timeout: timedelta = timedelta(minutes=10)) -> Store:
+def rendezvous(rank_info: RankInfo) -> Store:
     """The store through which the ranks of a run find each other; rank 0 opens it."""
     if rank_info.world_size == 1:
         return HashStore()
     if rank_info.is_single_host:
         file = FileStore(rank_info.endpoint.removeprefix(FILE_SCHEME), rank_info.world_size)
-        file.set_timeout(timeout)
+        file.set_timeout(_TIMEOUT)
         return file
     host, _, port = rank_info.endpoint.rpartition(":")
     if rank_info.rank:
-        return TCPStore(host, int(port), rank_info.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        return TCPStore(
+            host, int(port), rank_info.world_size, is_master=False, timeout=_TIMEOUT, wait_for_workers=False
+        )
     listening = _listen(host.strip("[]"), int(port)).detach()
     return TCPStore(
-        host, int(port), rank_info.world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+        host, int(port), rank_info.world_size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False,
         master_listen_fd=listening,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from danlu.cost.layer_time import attention_matmuls, expert_matmuls, mlp_matmuls
 from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
 from danlu.cost.stage_contents import StageContents
+from danlu.spec.plan import stages_of_rank
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,7 @@ class RankCounter(LayoutShapes):
             return 0.0
         stream = self.software.activation_bytes * self._tokens * self.shape.width / layout.tp
         stages = layout.pp * layout.stages_per_rank
-        mine = [rank + turn * layout.pp for turn in range(layout.stages_per_rank)]
-        if layout.schedule == "zbv":
-            mine = [rank, stages - 1 - rank]
+        mine = stages_of_rank(rank, layout.pp, layout.stages_per_rank, zigzag=layout.schedule == "zbv")
         ends = sum(stage in mine for stage in (0, stages - 1))
         same_rank = 2 if layout.schedule == "zbv" and rank == layout.pp - 1 else 0
         return layout.microbatches * stream * (2 * len(mine) - ends - same_rank)

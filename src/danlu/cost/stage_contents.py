@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from danlu.cost.model_shape import ModelShape
-from danlu.spec.plan import split_layers_evenly
+from danlu.spec.plan import split_layers_evenly, stages_of_rank
 
 
 class StageContents(NamedTuple):
@@ -54,9 +54,7 @@ def stage_contents(
         first += count
     ranks = []
     for rank in range(pp):
-        mine = [rank + turn * pp for turn in range(stages_per_rank)]
-        if zigzag:
-            mine = [rank, stages - 1 - rank]
+        mine = stages_of_rank(rank, pp, stages_per_rank, zigzag=zigzag)
         ranks.append(
             StageContents(
                 sum(kinds[stage][0] for stage in mine),

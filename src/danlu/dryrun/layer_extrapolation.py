@@ -19,7 +19,6 @@ from danlu.dryrun.memory_timeline import StepContext
 from danlu.dryrun.module_tracker import layer_numbers, mask_layer_numbers, with_layer_number
 from danlu.dryrun.optimizer_extrapolation import extrapolate_optimizer
 from danlu.dryrun.step_record import MemoryTimeline, StepRecord
-from danlu.parallel.pipeline import stage_indices
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe
@@ -77,7 +76,7 @@ def find_extrapolation(recipe: Recipe, plan: Plan, pp_rank: int) -> LayerExtrapo
         return (
             None  # layers are chosen by index, and indices would change; or a custom model, of which nothing is known
         )
-    mine = stage_indices(plan, pp_rank)
+    mine = plan.stages_of_rank(pp_rank)
     stages = [_kinds(model, layers) for layers in plan.stage_layers(model.layers)]
     saved = [sum(max(0, stages[stage][kind] - LONG_RUN) for stage in mine) for kind in (0, 1)]
     kind = saved.index(max(saved))

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from danlu.cost.pipeline_schedules import pipeline_actions
-from danlu.parallel.pipeline import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES, compute_passes, stage_indices
+from danlu.parallel.pipeline import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES, compute_passes
 from danlu.spec.plan import Plan
 from danlu.torch_compat import looped_schedule
 
@@ -41,7 +41,7 @@ def _multi_stage_actions(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Schedules with several stages per rank know the order of all ranks."""
     stubs: list[Any] = [
         _StageStub(stage, plan.num_stages, plan.degrees.pp, group_rank=0, is_last=stage == plan.num_stages - 1)
-        for stage in stage_indices(plan, 0)
+        for stage in plan.stages_of_rank(0)
     ]
     kind = MULTI_STAGE_SCHEDULES[plan.pipeline.schedule]
     schedule = looped_schedule(kind, stubs, plan.microbatches, lambda *_: None)

@@ -186,7 +186,7 @@ class Checkpointer:
         self._state = TrainState([model], optimizer, seed=0)
         mesh = get_mesh(model)
         self._checkpoints = open_checkpoint_engine(folder, keep, mesh.world, mesh.plan.degrees.model_dump())
-        weakref.finalize(self, self._checkpoints.release)  # host memory would outlive the process
+        weakref.finalize(self, self._checkpoints.abort)  # host memory would outlive the process
 
     def save(self, step: int) -> Path:
         """Write a checkpoint as of `step` steps; it is complete when this returns."""
@@ -206,7 +206,7 @@ def _join_world() -> World:
     chip = find_chip()
     device = chip.runtime.set_device(dist.get_node_local_rank(fallback_rank=0))
     if not dist.is_initialized():
-        backend = chip.collectives.backend if chip.collectives else "gloo"
+        backend = chip.backend or "gloo"
         if dist.is_torchelastic_launched():
             dist.init_process_group(backend)
         else:

@@ -19,7 +19,7 @@ from danlu.framework.state import TrainState
 from danlu.memory.recompute import apply_recompute
 from danlu.parallel.fsdp import apply_fsdp
 from danlu.parallel.loss import cross_entropy_sum
-from danlu.parallel.pipeline import PipelineRunner, stage_indices
+from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import PrecisionConfig, Recipe
@@ -41,7 +41,7 @@ def build_train_state(
     A dry run passes the context in which `tensors` are made; nothing before that takes memory.
     """
     adapter = make_adapter(recipe, plan)
-    stages = stage_indices(plan, mesh.coordinate("pp"))
+    stages = plan.stages_of_rank(mesh.coordinate("pp"))
     modules = [adapter.stage_module(stage) for stage in stages]
     for module in modules:
         apply_parallelism(module, adapter, plan, mesh, recipe.precision)

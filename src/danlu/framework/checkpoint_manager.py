@@ -14,7 +14,7 @@ from danlu.storage.checkpoint.async_saver import SaveResult
 from danlu.storage.checkpoint.commit import CheckpointSaveError
 from danlu.storage.checkpoint.engine import CheckpointEngine, LoadVerification
 from danlu.storage.checkpoint.manifest import CorruptCheckpointError
-from danlu.storage.checkpoint.preflight import preflight
+from danlu.storage.checkpoint.preflight import probe_save_cost
 from danlu.storage.checkpoint.reader import CheckpointUnavailableError
 
 LOAD_RETRY_DELAYS = (2.0, 10.0)
@@ -76,7 +76,7 @@ class CheckpointManager:
 
     def preflight(self, state: TrainState, *, first_on_host: bool, between_failures: float | None) -> None:
         """Check before the first step that saves work, and report their cost; raises `PreflightError` if not."""
-        found = preflight(self.checkpoints, state.tensors(), first_on_host=first_on_host)
+        found = probe_save_cost(self.checkpoints, state.tensors(), first_on_host=first_on_host)
         self.events.write(
             PreflightEvent(
                 time=time.time(), bytes=found.bytes, seconds=found.seconds, stall=found.stall, free=found.free_bytes,

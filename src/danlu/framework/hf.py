@@ -99,7 +99,6 @@ def export_hf(
     imported: Path | None = None,
     dtype: str = "fp32",
     on_progress: OnProgress = lambda done, total: None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> ModelFamily:
     """Write a model whose parameters `read` returns by name as a Hugging Face folder.
 
@@ -111,9 +110,7 @@ def export_hf(
         raise SpecError([problem_at(output, 1, f"model {model.name}", message, "this model cannot be exported")])
     word, stored = EXPORT_DTYPES[dtype]
     with _atomic_output_dir(output) as partial_output:
-        write_safetensors(
-            partial_output, HF_FILE_PREFIX, _export_entries(model, family, read, stored), on_progress, shard_bytes
-        )
+        write_safetensors(partial_output, HF_FILE_PREFIX, _export_entries(model, family, read, stored), on_progress)
         carried: dict[str, Any] = {}
         if imported is not None:
             _copy_tokenizer_files(imported, partial_output)

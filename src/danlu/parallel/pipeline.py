@@ -34,14 +34,6 @@ PASS_TYPES = ("F", "B", "I", "W")
 """Actions of a schedule that are passes, by torch's letters: forward, backward, and the halves of backward."""
 
 
-def stage_indices(plan: Plan, pp_rank: int) -> list[int]:
-    """The stages of pipeline rank `pp_rank`: round-robin, or down and up again for `zbv`."""
-    pp, per_rank = plan.degrees.pp, plan.pipeline.stages_per_rank
-    if plan.pipeline.schedule == "zbv":
-        return [pp_rank, 2 * pp - 1 - pp_rank]
-    return [pp_rank + turn * pp for turn in range(per_rank)]
-
-
 class PipelineRunner:
     """One step of the schedule over this rank's stages."""
 

@@ -101,20 +101,13 @@ def _cell(x: float, y: float, rank: int | None, ranks_per_node: int | None) -> s
     )
 
 
-def pp_rank_of_stage(plan: Plan, stage: int) -> int:
-    """The pp rank that holds a stage: round-robin in the looped schedules, V-shaped in `zbv`."""
-    turn, position = divmod(stage, plan.degrees.pp)
-    back = plan.pipeline.schedule == "zbv" and turn % 2
-    return plan.degrees.pp - 1 - position if back else position
-
-
 def pipeline_svg(plan: Plan, layers: int) -> str:
     """The stages from left to right, each on the row of the rank that holds it."""
     stages = plan.stage_layers(layers)
     shown = elide(len(stages), 9)
     left, top = 46, 8
     width = STAGE_WIDTH if len(stages) > 1 else LONE_STAGE_WIDTH
-    ranks = sorted({pp_rank_of_stage(plan, stage) for stage in shown if stage is not None})
+    ranks = sorted({plan.rank_of_stage(stage) for stage in shown if stage is not None})
     row_of = {rank: top + index * (STAGE_HEIGHT + 8) for index, rank in enumerate(ranks)}
     parts = [
         f'<text class="small" x="8" y="{y + STAGE_HEIGHT / 2 + 4:.0f}">pp {rank}</text>' for rank, y in row_of.items()
@@ -126,7 +119,7 @@ def pipeline_svg(plan: Plan, layers: int) -> str:
             parts.append(f'<text class="small" x="{x + width / 2:.0f}" y="{top + 20}">…</text>')
             before = None
             continue
-        y = row_of[pp_rank_of_stage(plan, stage)]
+        y = row_of[plan.rank_of_stage(stage)]
         if before:
             parts.append(_link(before, (x, y + STAGE_HEIGHT / 2)))
         parts.append(_stage(x, y, width, stage, stages))

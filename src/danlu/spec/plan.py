@@ -143,6 +143,17 @@ class Plan(SpecModel):
         """Pipeline stages, virtual ones included."""
         return self.degrees.pp * self.pipeline.stages_per_rank
 
+    def stages_of_rank(self, pp_rank: int) -> list[int]:
+        """The stages of pipeline rank `pp_rank`."""
+        return stages_of_rank(
+            pp_rank, self.degrees.pp, self.pipeline.stages_per_rank, zigzag=self.pipeline.schedule == "zbv"
+        )
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        turn, position = divmod(stage, self.degrees.pp)
+        return self.stages_of_rank(position)[turn] % self.degrees.pp  # a zigzag is its own inverse
+
     def stage_layers(self, layers: int) -> tuple[range, ...]:
         """Which of `layers` layers every stage holds: as the plan says, or as even as possible.
 
@@ -154,6 +165,11 @@ class Plan(SpecModel):
             counts = list(split_layers_evenly(layers, self.num_stages))
         starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
         return tuple(range(start, end) for start, end in pairwise(starts))
+
+
+def stages_of_rank(pp_rank: int, pp: int, stages_per_rank: int, *, zigzag: bool) -> list[int]:
+    """The stages of one of `pp` pipeline ranks: round-robin, or with `zigzag` down and up again (`zbv`)."""
+    return [turn * pp + (pp - 1 - pp_rank if zigzag and turn % 2 else pp_rank) for turn in range(stages_per_rank)]
 
 
 def split_layers_evenly(layers: int, stages: int) -> tuple[int, ...]:

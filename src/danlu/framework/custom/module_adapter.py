@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.custom.construct import CustomModelError
@@ -29,9 +28,13 @@ class ModuleAdapter:
         self.structure, self.tp_plan, self.called = structure, tp_plan, called
 
     def apply_model_parallel(self, stage_module: nn.Module, mesh: ParallelMesh) -> None:
-        """Shard matrices over `tp`, as the plan of the recipe or of the module itself says."""
+        """Shard the matrices that the stage kept over `tp`, as the plan of the recipe or of the module itself says."""
         if mesh.tp_mesh is not None:
-            _apply_tp(stage_module, self.tp_plan, mesh.tp_mesh)
+            kept = {name for name, module in stage_module.named_modules() if has_parameters(module)}
+            tied = tied_parameters(stage_module)
+            styles = {name: style for name, style in self.tp_plan.items() if name in kept}
+            apply_tp(stage_module, styles, mesh.tp_mesh)
+            retie_parameters(stage_module, tied)
 
     def blocks(self, stage_module: nn.Module) -> list[nn.Module]:
         """The layers of a stage module."""
@@ -45,15 +48,12 @@ class ModuleAdapter:
 
     def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
         """Layers; then called modules around them, unless they share parameters with others."""
-        return _fsdp_units(stage_module, self.structure, mesh, self.called)
-
-
-def _apply_tp(stage_module: nn.Module, styles: Mapping[str, TPStyle], mesh: DeviceMesh) -> None:
-    """Apply tensor parallelism to those of the named modules that a stage module has kept."""
-    kept = {name for name, module in stage_module.named_modules() if has_parameters(module)}
-    tied = tied_parameters(stage_module)
-    apply_tp(stage_module, {name: style for name, style in styles.items() if name in kept}, mesh)
-    retie_parameters(stage_module, tied)
+        for name, block in self.structure.layers_in(stage_module).items():
+            yield FsdpUnit(name, block, mesh.fsdp_mesh)
+        shared = [name for names in tied_parameters(stage_module) for name in names]
+        for name, module in self.structure.outer_modules_in(stage_module).items():
+            if name in self.called and not any(each.startswith(f"{name}.") for each in shared):
+                yield FsdpUnit(name, module, mesh.fsdp_mesh)
 
 
 def check_precision_patterns(structure: ModuleStructure, precision: PrecisionConfig) -> None:
@@ -77,18 +77,6 @@ def check_layer_list(structure: ModuleStructure, plan: Plan) -> None:
                 "works layer by layer, but the module has no list of layers",
                 "keep the layers in an nn.ModuleList, or remove it from the plan",
             )
-
-
-def _fsdp_units(
-    stage_module: nn.Module, structure: ModuleStructure, mesh: ParallelMesh, called: Collection[str]
-) -> Iterator[FsdpUnit]:
-    """FSDP units: every layer, and every called module around them that shares no parameter."""
-    for name, block in structure.layers_in(stage_module).items():
-        yield FsdpUnit(name, block, mesh.fsdp_mesh)
-    shared = [name for names in tied_parameters(stage_module) for name in names]
-    for name, module in structure.outer_modules_in(stage_module).items():
-        if name in called and not any(each.startswith(f"{name}.") for each in shared):
-            yield FsdpUnit(name, module, mesh.fsdp_mesh)
 
 
 def retie_parameters(stage_module: nn.Module, tied: Iterable[list[str]]) -> None:

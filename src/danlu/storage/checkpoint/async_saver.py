@@ -70,7 +70,7 @@ class SavePolicy:
 
 
 @dataclass
-class SaveJob:
+class RunningSave:
     """One running save of this rank."""
 
     step: int
@@ -110,9 +110,9 @@ class AsyncSaver:
         """Other hosts' memory, with copies too."""
         self._staging = staging
         self._pools = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"danlu-{name}") for name in ("stage", "drain", "weigh")
+            ThreadPoolExecutor(1, thread_name_prefix=f"danlu-{name}") for name in ("snapshot", "store", "summary")
         ]
-        self._snapshot_pool, self._upload_pool, self._summary_pool = self._pools
+        self._snapshot_pool, self._store_pool, self._summary_pool = self._pools
         self._copying: Future[None] | None = None
         self._outcomes: list[SaveResult] = []
         self._in_flight: set[str] = set()
@@ -132,7 +132,7 @@ class AsyncSaver:
         with self._lock:
             return bool(self._in_flight)
 
-    def start(self, save: SaveJob, tensors: Mapping[str, Tensor]) -> None:
+    def start(self, save: RunningSave, tensors: Mapping[str, Tensor]) -> None:
         """Begin to copy; call `wait_for_staging` before a tensor changes."""
         with self._lock:
             self._in_flight.add(save.attempt)
@@ -187,8 +187,8 @@ class AsyncSaver:
                 if line not in self.warnings:
                     self.warnings.append(line)
 
-    def close(self) -> None:
-        """Stop the threads and free the memory."""
+    def abort(self) -> None:
+        """Stop the threads and free the memory; a running save is given up."""
         self._closing = True
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -196,7 +196,7 @@ class AsyncSaver:
             self.peer_replicas.close()  # before the memory that it serves is freed
         self.buffers.close()
 
-    def _snapshot(self, save: SaveJob, tensors: Mapping[str, Tensor]) -> None:
+    def _snapshot(self, save: RunningSave, tensors: Mapping[str, Tensor]) -> None:
         try:
             save.buffer.unpublish()
             save.chunks = snapshot(save.plan, tensors, save.buffer.view)
@@ -207,21 +207,25 @@ class AsyncSaver:
         except BaseException as error:
             self._finish(save, f"{type(error).__name__}: {error}")
             raise
-        self._upload_pool.submit(self._upload, save)
+        self._store_pool.submit(self._save_to_store, save)
 
-    def _upload(self, save: SaveJob) -> None:
+    def _save_to_store(self, save: RunningSave) -> None:
+        """The background part of a save after the snapshot; records how it ended."""
         try:
-            post_commit_error = self._write_and_commit(save)
+            post_commit_error = self._write_commit_and_protect(save)
         except Exception as error:  # any failure is an event, not the end of the run
             self._finish(save, f"{type(error).__name__}: {error}")
         else:
             self._finish(save, "", post_commit_error)
 
-    def _write_and_commit(self, save: SaveJob) -> str:
-        """Write and commit the checkpoint; returns what went wrong after the commit."""
+    def _write_commit_and_protect(self, save: RunningSave) -> str:
+        """Write, commit, read back and protect the checkpoint; returns what went wrong after the commit."""
         pack = pack_name(save.attempt, save.rank)
-        if save.rank == 0:
-            self._prepare_step(save)
+        if save.rank == 0:  # not before the snapshot: a slow or dead store must not delay the training
+            self.checkpoint_dir.refuse_or_quarantine(save.step)
+            if not self._cleared:
+                self.checkpoint_dir.remove_leftovers(save.step, save.attempt)
+                self._cleared = True
         summarizing = self._summary_pool.submit(summarize_pack, save.plan, save.chunks, save.buffer.view)
         try:
             if save.plan.bytes:
@@ -249,7 +253,7 @@ class AsyncSaver:
         save.seconds = time.perf_counter() - save.started_at
         return self._verify_and_protect(save, leaf, text)
 
-    def _verify_and_protect(self, save: SaveJob, leaf: Leaf, manifest: bytes | None) -> str:
+    def _verify_and_protect(self, save: RunningSave, leaf: Leaf, manifest: bytes | None) -> str:
         """Runs after the commit: read-back, parity, replicas; returns what went wrong. The checkpoint stays valid."""
         if manifest is not None and not parse_manifest(manifest, step_folder(save.step)).finite:
             self.checkpoint_dir.quarantine(save.step)
@@ -267,7 +271,7 @@ class AsyncSaver:
             errors.append(f"{what}: {type(error).__name__}: {error}")
         return "; ".join(errors + self._write_replicas(save, leaf))
 
-    def _write_replicas(self, save: SaveJob, leaf: Leaf) -> list[str]:
+    def _write_replicas(self, save: RunningSave, leaf: Leaf) -> list[str]:
         """Copy this rank's pack to the host's own disk and to another host's memory; returns what went wrong."""
         path, content, errors = (
             f"{step_folder(save.step)}/{leaf.pack}",
@@ -289,7 +293,7 @@ class AsyncSaver:
             errors.append(f"has no copy in another host's memory: {type(error).__name__}: {error}")
         return errors
 
-    def _purge_local_copies(self, save: SaveJob) -> None:
+    def _purge_local_copies(self, save: RunningSave) -> None:
         """Remove this rank's older packs from the host's disk, and those of ranks that no longer exist."""
         assert self.local_copy is not None
         for folder in self.local_copy.list():
@@ -299,7 +303,7 @@ class AsyncSaver:
                     if writer.isdecimal() and (int(writer) == save.rank or int(writer) >= save.world_size):
                         self.local_copy.remove(f"{folder}/{name}")
 
-    def _verify_or_rewrite(self, save: SaveJob, leaf: Leaf) -> None:
+    def _verify_or_rewrite(self, save: RunningSave, leaf: Leaf) -> None:
         """Verify that the store has what was staged; a wrong pack is written once more from memory. Else raises."""
         path = f"{step_folder(save.step)}/{leaf.pack}"
         chunks = sorted(iter_chunks(leaf), key=lambda stored: stored.chunk.at)
@@ -316,7 +320,7 @@ class AsyncSaver:
         """In the background, delete what is older than the newest `keep` checkpoints up to this verified step."""
         if verified > self._retired:
             self._retired = verified
-            self._retiring = self._upload_pool.submit(self._purge_stale, verified)
+            self._retiring = self._store_pool.submit(self._purge_stale, verified)
 
     def wait_for_purge(self) -> None:
         """Wait for running deletions, up to the timeout."""
@@ -329,14 +333,7 @@ class AsyncSaver:
         except OSError as error:
             self.warnings.append(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
 
-    def _prepare_step(self, save: SaveJob) -> None:
-        """Check that the step is new. Not before the copy: a slow or dead store must not delay the training."""
-        self.checkpoint_dir.prepare_step(save.step)
-        if not self._cleared:
-            self.checkpoint_dir.remove_leftovers(save.step, save.attempt)
-            self._cleared = True
-
-    def _write_parity(self, save: SaveJob) -> None:
+    def _write_parity(self, save: RunningSave) -> None:
         """Write the parity of the group that is assigned to this rank, if any."""
         group = parity_group_of_writer(save.rank, save.world_size, self.policy.parity_group_size)
         if group is None:
@@ -351,7 +348,7 @@ class AsyncSaver:
         if members:
             write_parity(self.store, save.step, save.attempt, group, members, self.policy.parity)
 
-    def _wait_until_pack_intact(self, save: SaveJob, leaf: Leaf) -> None:
+    def _wait_until_pack_intact(self, save: RunningSave, leaf: Leaf) -> None:
         """Wait until a pack in the store is what was staged: parity of anything else repairs nothing.
 
         Its own rank reads it back too, and writes it again if it is not.
@@ -366,10 +363,10 @@ class AsyncSaver:
                 raise CorruptCheckpointError(f"{self.store.name}/{path} is not what was written")
             time.sleep(_POLL_SECONDS)
 
-    def _cancel_check(self, save: SaveJob) -> Callable[[], bool]:
+    def _cancel_check(self, save: RunningSave) -> Callable[[], bool]:
         return lambda: save.attempt in self._given_up
 
-    def _finish(self, save: SaveJob, failure: str, post_commit_error: str = "") -> None:
+    def _finish(self, save: RunningSave, failure: str, post_commit_error: str = "") -> None:
         seconds = save.seconds or time.perf_counter() - save.started_at
         path = f"{self.store.name}/{step_folder(save.step)}"
         self.buffers.release(save.buffer)

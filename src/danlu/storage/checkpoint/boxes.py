@@ -6,6 +6,8 @@ from math import prod
 Dims = tuple[int, ...]
 Box = tuple[Dims, Dims]
 """Offset and size."""
+CHUNK_BYTES = 16 << 20
+"""Largest chunk of a tensor: what has to be read to verify any byte of it."""
 _CACHE_LINE, _PAGE, _LARGE = 64, 4096, 1 << 20
 
 

@@ -47,7 +47,7 @@ class CheckpointDir:
         except (FileNotFoundError, CorruptCheckpointError):
             return None
 
-    def prepare_step(self, step: int) -> None:
+    def refuse_or_quarantine(self, step: int) -> None:
         """Before a save: refuse to replace a good checkpoint, and quarantine one that is not."""
         names = self.store.list(step_folder(step))
         if MANIFEST_FILE not in names:

@@ -7,7 +7,7 @@ A store that fails, fills up or is slow costs a checkpoint and an event, never t
 import errno
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from danlu.comm.world import World
-from danlu.storage.checkpoint.async_saver import STAGING_BUFFERS, AsyncSaver, SaveJob, SavePolicy, SaveResult
+from danlu.storage.checkpoint.async_saver import STAGING_BUFFERS, AsyncSaver, RunningSave, SavePolicy, SaveResult
 from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
 from danlu.storage.checkpoint.commit import CheckpointSaveError, step_folder
 from danlu.storage.checkpoint.host_memory import reclaim_dead_runs, staging_folder, store_hash
@@ -136,7 +136,7 @@ class CheckpointEngine:
         plan = PackPlan.from_shards(mine)
         root = {"scalars": dict(scalars), "layout": self.layout, "written": time.time()}
         buffer = self._saver.buffers.acquire(plan.bytes)
-        save = SaveJob(step, attempt, self.world.rank, self.world.size, plan, root, began, buffer)
+        save = RunningSave(step, attempt, self.world.rank, self.world.size, plan, root, began, buffer)
         self._saver.start(save, tensors)
         if not overlap:
             self.wait_for_staging()
@@ -212,9 +212,7 @@ class CheckpointEngine:
         warnings, self._saver.warnings = self._saver.warnings, []
         return warnings
 
-    def load(
-        self, step: int, tensors: Mapping[str, Tensor], on_bytes: Callable[[int], None] = lambda done: None
-    ) -> tuple[dict[str, Any], LoadVerification]:
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], LoadVerification]:
         """Fill `tensors` in place, whatever layout wrote them; returns the scalars and the verification.
 
         Every chunk is verified against the hash taken when it was saved. Raises `CorruptCheckpointError` on all ranks
@@ -227,7 +225,7 @@ class CheckpointEngine:
         corrupt, unavailable = "", ""
         try:
             reader = CheckpointReader(self.store, step, self._saver.replicas)
-            sums = fill_tensors(reader, tensors, mine, on_bytes)
+            sums = fill_tensors(reader, tensors, mine)
             self.repairs += reader.repairs
             self.bytes_by_store = reader.bytes_by_store
         except (CorruptCheckpointError, EOFError) as error:  # the other ranks wait: they must be informed
@@ -251,7 +249,7 @@ class CheckpointEngine:
         Verified like a load: `CorruptCheckpointError` if a tensor is not the one that was saved.
         """
         reader = CheckpointReader(self.store, step)
-        sums = fill_tensors(reader, tensors, local_shards(tensors), lambda done: None)
+        sums = fill_tensors(reader, tensors, local_shards(tensors))
         saved = reader.manifest.tensors
         self._raise_on_mismatch(
             reader, [name for name in tensors if sums.get(name, 0) != saved[name].fingerprint], len(tensors)
@@ -264,11 +262,11 @@ class CheckpointEngine:
         try:
             self.wait_for_saves()
         finally:
-            self._saver.close()
+            self._saver.abort()
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """Free the memory at once, without the other ranks; a running save is given up."""
-        self._saver.close()
+        self._saver.abort()
 
     def _agree_on_attempt(self, mine: Sequence[LocalShard]) -> tuple[str, list[LocalShard]] | None:
         """The attempt's name, and the shards with their writers; None to skip this save."""

@@ -8,7 +8,6 @@ single different element changes it. It shows that two layouts hold the same bit
 import ctypes
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from danlu.storage.checkpoint.boxes import Dims
 from danlu.storage.checkpoint.manifest import SafetensorsDtype
-from danlu.storage.store.native import NativeUnavailableError, load_library
+from danlu.storage.store.native import NativeUnavailableError, native_or_portable
 from danlu.storage.store.splitmix64 import splitmix64
 
 _LOW_BITS = 16
@@ -100,10 +99,9 @@ def _odd_weights(numbers: UInt64Array, start: int) -> UInt64Array:
 class NativeFingerprint:
     """The C code of `native/fingerprint.c`; other threads run meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         if sys.byteorder != "little":
             raise NativeUnavailableError("this processor is big-endian")
-        library = load_library("fingerprint")
         self._add_row_sums: dict[int, Callable[..., None]] = {}
         self._any_with: dict[int, Callable[..., int]] = {}
         pointer, number, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
@@ -129,7 +127,7 @@ class NativeFingerprint:
 
 
 class NumpyFingerprint:
-    """Numpy: for machines where the C code cannot be compiled. Works in blocks that stay in the cache."""
+    """Numpy: for machines where the C code was not compiled. Works in blocks that stay in the cache."""
 
     def add_row_sums(self, rows: UIntArray, weights: UInt64Array, scale: int, sums: UInt64Array) -> None:
         """Add every row's weighted sum, scaled, to its entry in `sums`."""
@@ -151,10 +149,5 @@ class NumpyFingerprint:
 
 @functools.cache
 def _fingerprint_backend() -> _FingerprintBackend:
-    try:
-        return NativeFingerprint()
-    except NativeUnavailableError as reason:
-        remedy = "install a C compiler (Debian: gcc) if that is what is missing"
-        message = f"fingerprints are computed with numpy: {reason}; about ten times slower than a disk reads; {remedy}"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return NumpyFingerprint()
+    cost = "fingerprints are computed with numpy, which takes about seven times as long"
+    return native_or_portable("fingerprint", NativeFingerprint, NumpyFingerprint, cost)

@@ -54,20 +54,25 @@ class CorruptCheckpointError(RuntimeError):
     """A file of a checkpoint is not what was written; the message says which, and what was expected."""
 
 
-class Chunk(SpecModel):
-    """A box of a tensor: contiguous bytes in a pack, row by row."""
+class Bounds(SpecModel):
+    """Bounding box of a child's chunks in a tensor, so that readers can skip the child."""
 
     offset: DimsField
     size: DimsField
-    at: NonNegative
-    """First byte in the pack."""
-    crc32c: Annotated[int, Field(ge=0, lt=2**32)]
-    """Of the bytes, taken from the training tensor while it was copied."""
 
     @property
     def box(self) -> Box:
         """Its box in the tensor."""
         return self.offset, self.size
+
+
+class Chunk(Bounds):
+    """A box of a tensor: contiguous bytes in a pack, row by row."""
+
+    at: NonNegative
+    """First byte in the pack."""
+    crc32c: Annotated[int, Field(ge=0, lt=2**32)]
+    """Of the bytes, taken from the training tensor while it was copied."""
 
 
 class TensorMeta(SpecModel):
@@ -126,18 +131,6 @@ class Leaf(SpecModel):
         if spans and spans[-1][1] > self.bytes:
             raise ValueError(f"chunks must end within the pack's {self.bytes} bytes, but one ends at {spans[-1][1]}")
         return self
-
-
-class Bounds(SpecModel):
-    """Bounding box of a child's chunks in a tensor, so that readers can skip the child."""
-
-    offset: DimsField
-    size: DimsField
-
-    @property
-    def box(self) -> Box:
-        """Its box in the tensor."""
-        return self.offset, self.size
 
 
 class ChildRef(SpecModel):

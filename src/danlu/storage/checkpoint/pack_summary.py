@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # importers need this module, and no torch
     from danlu.storage.checkpoint.staging import PackPlan
 
 _UINT64_RANGE = 2**64
+_PART_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,6 @@ def summarize_pack(plan: "PackPlan", chunks: Sequence[Sequence[Chunk]], staged: 
     return PackSummary(tensors, finite)
 
 
-def split_buffer(staged: memoryview, length: int, part_bytes: int = 32 << 20) -> list[memoryview]:
+def split_buffer(staged: memoryview, length: int) -> list[memoryview]:
     """A pack's bytes in parts, as a store accepts them."""
-    return [staged[start : min(start + part_bytes, length)] for start in range(0, length, part_bytes)]
+    return [staged[start : min(start + _PART_BYTES, length)] for start in range(0, length, _PART_BYTES)]

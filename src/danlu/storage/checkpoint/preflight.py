@@ -14,9 +14,10 @@ from torch import Tensor
 
 from danlu.spec.byte_format import format_bytes
 from danlu.storage.checkpoint.async_saver import STAGING_BUFFERS
+from danlu.storage.checkpoint.boxes import CHUNK_BYTES
 from danlu.storage.checkpoint.engine import CheckpointEngine
 from danlu.storage.checkpoint.local_shards import local_bytes
-from danlu.storage.checkpoint.staging import CHUNK_BYTES, copy_to_host
+from danlu.storage.checkpoint.staging import copy_to_host
 from danlu.storage.store.base import Store
 
 PROBE_BYTES = 64 << 20
@@ -49,7 +50,9 @@ class SaveEstimate:
         return max(self.seconds, sqrt(2 * self.seconds * between_failures))
 
 
-def preflight(checkpoints: CheckpointEngine, tensors: Mapping[str, Tensor], *, first_on_host: bool) -> SaveEstimate:
+def probe_save_cost(
+    checkpoints: CheckpointEngine, tensors: Mapping[str, Tensor], *, first_on_host: bool
+) -> SaveEstimate:
     """Allocate memory for saves, write and remove probe files, and estimate what a save costs; called by all ranks.
 
     Raises `PreflightError` on all ranks if the store or the memory of any cannot hold a save.
@@ -91,7 +94,7 @@ def preflight(checkpoints: CheckpointEngine, tensors: Mapping[str, Tensor], *, f
 
 def _write_speed(store: Store, mine: int, *, exclusive: bool) -> float:
     """Bytes per second of one file, written like a pack; removed when this returns."""
-    name = f"rehearsal-{secrets.token_hex(8)}"
+    name = f"preflight-{secrets.token_hex(8)}"
     try:
         if exclusive:  # a manifest is created, never overwritten: the store must support that
             store.create(f"{name}.mark", b"danlu")

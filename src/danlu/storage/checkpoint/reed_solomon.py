@@ -12,14 +12,13 @@ not here.
 
 import ctypes
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from danlu.storage.store.native import NativeUnavailableError, load_library
+from danlu.storage.store.native import native_or_portable
 from danlu.storage.store.safe_path import Buffer, byte_view
 
 MAX_BLOCKS = 256
@@ -173,13 +172,13 @@ def _add(total: UInt8Array, block: UInt8Array, weight: int) -> None:
 
 @functools.cache
 def _kernel() -> Any:
-    """The vector code for a product, or None with a warning if it cannot be compiled."""
-    try:
-        function = load_library("gf256").danlu_multiply_add
-    except NativeUnavailableError as reason:
-        message = f"parity of more than one block is computed by numpy: {reason}; it takes about ten times as long"
-        warnings.warn(f"{message}; install a C compiler (Debian: gcc)", RuntimeWarning, stacklevel=3)
-        return None
+    """The vector code for a product, or None with a warning if it was not compiled."""
+    cost = "parity of more than one block is computed by numpy, and takes about ten times as long"
+    return native_or_portable("gf256", _multiply_add, lambda: None, cost)
+
+
+def _multiply_add(library: ctypes.CDLL) -> Any:
+    function = library.danlu_multiply_add
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     function.restype = None
     return function

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +32,7 @@ class TensorMismatchError(ValueError):
 
 
 def fill_tensors(
-    reader: CheckpointReader,
-    tensors: Mapping[str, Tensor],
-    shards: Sequence[LocalShard],
-    on_bytes: Callable[[int], None],
+    reader: CheckpointReader, tensors: Mapping[str, Tensor], shards: Sequence[LocalShard]
 ) -> dict[str, int]:
     """Fill this rank's shards of `tensors` in place; every chunk is verified before this returns.
 
@@ -47,7 +44,7 @@ def fill_tensors(
         wanted.setdefault(shard.name, []).append(shard.box)
     chunks = reader.find_chunks(wanted)
     filler = _TensorFiller(tensors, shards, chunks, _read_items(reader.manifest, tensors, chunks))
-    reader.read_chunks(chunks, filler.consume, on_bytes)
+    reader.read_chunks(chunks, filler.consume)
     return filler.fingerprints
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from danlu.storage.checkpoint.boxes import Box, aligned_offsets, numel, split_box
+from danlu.storage.checkpoint.boxes import CHUNK_BYTES, Box, aligned_offsets, numel, split_box
 from danlu.storage.checkpoint.commit import CheckpointSaveError, commit, pack_name, step_folder
 from danlu.storage.checkpoint.fingerprint import all_finite, as_bits, fingerprint
 from danlu.storage.checkpoint.manifest import (
@@ -24,7 +24,6 @@ from danlu.storage.checkpoint.manifest import (
 from danlu.storage.store.base import Store
 from danlu.storage.store.checksum import crc32c
 
-CHUNK_BYTES = 16 << 20
 _UINT64_RANGE = 2**64
 Scalars = Mapping[str, int | float | str | bool | None]
 

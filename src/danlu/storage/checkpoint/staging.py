@@ -6,13 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from danlu.storage.checkpoint.boxes import Box, aligned_offsets, numel, split_box
+from danlu.storage.checkpoint.boxes import CHUNK_BYTES, Box, aligned_offsets, numel, split_box
 from danlu.storage.checkpoint.local_shards import LocalShard, local_bytes
 from danlu.storage.checkpoint.manifest import ITEMSIZE, Chunk
 from danlu.storage.store.checksum import copy_with_crc32c, crc32c
-
-CHUNK_BYTES = 16 << 20
-"""Largest chunk: what has to be read to verify any byte of it."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,10 @@ class PackPlan:
     """Start and end of the padding between chunks; filled with zeros."""
 
     @classmethod
-    def from_shards(cls, shards: Sequence[LocalShard], chunk_bytes: int = CHUNK_BYTES) -> "PackPlan":
+    def from_shards(cls, shards: Sequence[LocalShard]) -> "PackPlan":
         """Lay out the shards that this rank writes, in the order of their names."""
         mine = sorted((shard for shard in shards if shard.replica_id == 0), key=lambda shard: (shard.name, shard.box))
-        boxes = [list(split_box(shard.box, ITEMSIZE[shard.dtype], chunk_bytes)) for shard in mine]
+        boxes = [list(split_box(shard.box, ITEMSIZE[shard.dtype], CHUNK_BYTES)) for shard in mine]
         sizes = [
             numel(size) * ITEMSIZE[shard.dtype] for shard, each in zip(mine, boxes, strict=True) for _, size in each
         ]

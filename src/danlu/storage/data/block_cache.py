@@ -67,11 +67,6 @@ class BlockCache:
         row["used"][way] = time.time_ns()
         row["key"][way] = key
 
-    def close(self) -> None:
-        """Close the files."""
-        os.close(self._blocks)
-        del self._tags
-
     def _offset(self, key: int, way: int) -> int:
         return ((key % self.num_sets) * _WAYS + way) * CHECKSUM_BLOCK_BYTES
 

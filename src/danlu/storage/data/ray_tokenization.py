@@ -74,12 +74,12 @@ def _connect_error(address: str, why: str) -> SpecError:
     return SpecError([problem_at(Path(address), 1, "ray", f"cannot be reached: {why}", hint)])
 
 
-def ray_tokenize_fn(tokenizer: Tokenizer, split_bytes: int | None = None) -> TokenizeFn:
+def ray_tokenize_fn(tokenizer: Tokenizer) -> TokenizeFn:
     """Tokenize on the cluster that this process is connected to; for `build_dataset(encode=…)`."""
 
     def encode(documents: DocumentStream) -> Iterator[TokenizedBatch]:
         merger = SplitMerger(documents, tokenizer)
-        splits = make_splits(documents, split_bytes)
+        splits = make_splits(documents)
         exceptions = _import_ray().exceptions
         try:
             while batch := list(islice(splits, _SPLITS_PER_SUBMISSION)):

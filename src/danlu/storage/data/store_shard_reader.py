@@ -34,7 +34,7 @@ from danlu.storage.data.shard_reader import (
     check_sha256,
     dataset_problem,
 )
-from danlu.storage.store.base import Store
+from danlu.storage.store.base import PERMANENT_ERRORS, Store
 
 RETRY_TIMEOUT = 600.0
 """Seconds for which a store may fail before the run fails."""
@@ -45,7 +45,6 @@ _INITIAL_BACKOFF, _MAX_BACKOFF = 0.1, 30.0
 _SLOW_SECONDS = 5.0
 _WARNING_INTERVAL = 30.0  # seconds between two warnings
 _MAX_CORRUPT_READS = 3  # reads of a block with a wrong checksum before it counts as corrupt
-_NOT_RETRYABLE = (FileNotFoundError, EOFError, PermissionError)  # a retry does not help
 
 T = TypeVar("T")
 
@@ -177,7 +176,7 @@ class StoreShardReader:
         """The results of all calls; missing files and missing permissions are reported as problems."""
         try:
             return self._retry_all(calls)
-        except _NOT_RETRYABLE as error:
+        except PERMANENT_ERRORS as error:
             raise SpecError([dataset_problem(self.location, "", "store", str(error), REBUILD_HINT)]) from None
 
     def _retry_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -195,7 +194,7 @@ class StoreShardReader:
             for number, future in futures.items():
                 try:
                     results[number] = future.result()
-                except _NOT_RETRYABLE:
+                except PERMANENT_ERRORS:
                     raise
                 except OSError as error:
                     failures.append(error)

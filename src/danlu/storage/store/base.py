@@ -18,6 +18,16 @@ from danlu.storage.store.memory_store import get_memory_store
 from danlu.storage.store.s3_store import S3Store
 from danlu.storage.store.safe_path import Buffer
 
+PERMANENT_ERRORS = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    EOFError,
+)
+"""Errors of a store that the same call gives again; any other OSError may be gone at the next attempt."""
+
 
 @runtime_checkable
 class Store(Protocol):

@@ -6,14 +6,13 @@ the source while that is copied for a checkpoint, in the time of the copy.
 
 import ctypes
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import google_crc32c
 
 from danlu.storage.store.direct_io import buffer_address
-from danlu.storage.store.native import NativeUnavailableError, load_library
+from danlu.storage.store.native import NativeUnavailableError, native_or_portable
 from danlu.storage.store.safe_path import Buffer, byte_view
 
 _BLOCK_BYTES = 1 << 20  # stays in a core's own cache between being copied and being hashed
@@ -38,8 +37,8 @@ def crc32c(data: Buffer, start: int = 0) -> int:
 def copy_with_crc32c(source: Buffer, target: Buffer) -> int:
     """Copy `source` to `target`, of the same length and apart from it, and return the crc32c of the source.
 
-    Other threads run meanwhile; none of them may change the source. Takes the time of a copy with a C compiler and a
-    processor with crc32 instructions, and about twice that elsewhere, with one warning.
+    Other threads run meanwhile; none of them may change the source. Takes the time of a copy where the C code
+    was compiled and the processor has crc32 instructions, and about twice that elsewhere, with one warning.
     """
     origin, copy = byte_view(source), byte_view(target)
     if copy.readonly and len(copy):
@@ -53,16 +52,10 @@ def copy_with_crc32c(source: Buffer, target: Buffer) -> int:
     return _crc32c_backend().copy(origin, copy)
 
 
-def crc32c_is_native() -> bool:
-    """Whether `copy_with_crc32c` costs no more than a copy on this machine."""
-    return isinstance(_crc32c_backend(), NativeCrc32c)
-
-
 class NativeCrc32c:
     """The C code of `native/copy_hash.c`."""
 
-    def __init__(self) -> None:
-        library = load_library("copy_hash")
+    def __init__(self, library: ctypes.CDLL) -> None:
         if not library.danlu_supported():
             raise NativeUnavailableError(
                 "this processor has no crc32 instructions that are known here (SSE 4.2, ARMv8 CRC)"
@@ -81,7 +74,7 @@ class NativeCrc32c:
 
 
 class PortableCrc32c:
-    """google-crc32c, and copies by Python: where the C code cannot be compiled or run."""
+    """google-crc32c, and copies by Python: where the C code was not compiled or cannot run."""
 
     def crc32c(self, start: int, data: memoryview) -> int:
         """Hash block by block, because the library only accepts `bytes`."""
@@ -101,13 +94,8 @@ class PortableCrc32c:
 
 @functools.cache
 def _crc32c_backend() -> _Crc32cBackend:
-    try:
-        return NativeCrc32c()
-    except NativeUnavailableError as reason:
-        remedy = "install a C compiler (Debian: gcc) if that is what is missing"
-        message = f"checksums are not computed while copying: {reason}; staging takes about twice as long; {remedy}"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return PortableCrc32c()
+    cost = "checksums are not computed while copying, and staging takes about twice as long"
+    return native_or_portable("copy_hash", NativeCrc32c, PortableCrc32c, cost)
 
 
 def _declare(function: Any, *pointers: type[ctypes.c_void_p]) -> Callable[..., int]:

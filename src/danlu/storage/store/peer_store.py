@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from danlu.storage.store.base import Store
+from danlu.storage.store.base import PERMANENT_ERRORS, Store
 from danlu.storage.store.safe_path import Buffer, byte_view, check_path, short_read_error
 
 TIMEOUT = 30.0
@@ -26,25 +26,17 @@ TIMEOUT = 30.0
 _MAX_MESSAGE_BYTES = 64 << 10
 _BLOCK_BYTES = 4 << 20
 _NONCE_BYTES = 32
-_ERRORS: Mapping[str, type[Exception]] = {
-    "FileNotFoundError": FileNotFoundError,
-    "FileExistsError": FileExistsError,
-    "IsADirectoryError": IsADirectoryError,
-    "NotADirectoryError": NotADirectoryError,
-    "PermissionError": PermissionError,
-    "EOFError": EOFError,
-    "ValueError": ValueError,
-}
+_ERRORS: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (*PERMANENT_ERRORS, ValueError)}
 
 
 class PeerServer:
     """Serves a store to clients that know the token, in threads of this process."""
 
-    def __init__(self, store: Store, token: bytes, host: str, limit: int | None = None) -> None:
-        """Listen on one interface, `host`; clients may write at most `limit` bytes per file."""
+    def __init__(self, store: Store, token: bytes, host: str) -> None:
+        """Listen on one interface, `host`."""
         if host in ("", "0.0.0.0", "::"):
             raise ValueError(f"a peer store must listen on one interface, but `host` is {host!r}; give its address")
-        self._server = _Server((host, 0), store, token, limit)
+        self._server = _Server((host, 0), store, token)
         self._thread = threading.Thread(target=self._server.serve_forever, name="danlu-peer", daemon=True)
         self._thread.start()
 
@@ -185,10 +177,9 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, where: tuple[str, int], store: Store, token: bytes, limit: int | None) -> None:
+    def __init__(self, where: tuple[str, int], store: Store, token: bytes) -> None:
         self.store = store
         self.token = token
-        self.limit = limit
         super().__init__(where, _RequestHandler)
 
 
@@ -227,11 +218,9 @@ class _RequestHandler(socketserver.BaseRequestHandler):
                     connection.sendall(content)
                     return
                 case "write":
-                    self._check_length(incoming.left)
                     store.write(path, iter(incoming))
                     reply: dict[str, Any] = {}
                 case "create":
-                    self._check_length(incoming.left)
                     store.create(path, b"".join(incoming))
                     reply = {}
                 case "size":
@@ -265,11 +254,6 @@ class _RequestHandler(socketserver.BaseRequestHandler):
         if length:
             self.server.store.read_into(path, offset, memoryview(content))
         return content
-
-    def _check_length(self, length: int) -> int:
-        if length < 0 or (self.server.limit is not None and length > self.server.limit):
-            raise ValueError(f"a file must have at most {self.server.limit} bytes, but {length} were asked for")
-        return length
 
 
 class _RequestBody:

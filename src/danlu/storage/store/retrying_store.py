@@ -4,13 +4,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from danlu.storage.store.base import Store
+from danlu.storage.store.base import PERMANENT_ERRORS, Store
 from danlu.storage.store.safe_path import Buffer, byte_view
 
 INITIAL_BACKOFF = 1.0
 """Seconds before the first retry; each pause is four times the one before."""
 _THROTTLE_BYTES = 8 << 20
-_NOT_RETRIED = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 T = TypeVar("T")
 
 
@@ -83,7 +82,7 @@ class RetryingStore:
         for left in range(self._retries, -1, -1):
             try:
                 return call()
-            except _NOT_RETRIED:
+            except PERMANENT_ERRORS:
                 raise
             except OSError as error:
                 if not left or self._stop():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, Self
 
 from danlu.storage.store.safe_path import Buffer, byte_view, check_path, short_read_error
@@ -175,7 +176,7 @@ class S3Store:
         pending: deque[Future[Mapping[str, Any]]] = deque()
         try:
             with ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="danlu-upload") as pool:
-                for number, body in enumerate(_chain(first, second, rest), start=1):
+                for number, body in enumerate(chain((first, second), rest), start=1):
                     if number > _MAX_PARTS:
                         raise ValueError(
                             f"{path} has more than {_MAX_PARTS} parts of {self._part_bytes} bytes; raise `part_bytes`"
@@ -257,12 +258,6 @@ class S3Store:
             raise OSError(f"{self.name}: {doing}: {error}") from error
         except OSError as error:
             raise OSError(error.errno, f"{self.name}: {doing}: {error.strerror or error}") from error
-
-
-def _chain(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield second
-    yield from rest
 
 
 def _chunks(parts: Iterable[Buffer], size: int) -> Iterator[bytes]:

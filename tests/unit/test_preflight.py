@@ -9,7 +9,7 @@ import torch
 from danlu.comm.world import World
 from danlu.storage.checkpoint import preflight as room
 from danlu.storage.checkpoint.engine import CheckpointEngine
-from danlu.storage.checkpoint.preflight import PreflightError, SaveEstimate, preflight
+from danlu.storage.checkpoint.preflight import PreflightError, SaveEstimate, probe_save_cost
 from danlu.storage.store.local_store import LocalStore
 
 TENSORS = {"w": torch.randn(300, 100), "n": torch.tensor(1.0)}
@@ -24,7 +24,7 @@ def checkpoints(tmp_path: Path) -> Iterator[CheckpointEngine]:
 
 
 def test_it_measures_and_leaves_nothing_behind(checkpoints: CheckpointEngine, tmp_path: Path) -> None:
-    found = preflight(checkpoints, TENSORS, first_on_host=True)
+    found = probe_save_cost(checkpoints, TENSORS, first_on_host=True)
     assert BYTES <= found.bytes <= BYTES + 64
     assert found.seconds == pytest.approx(found.bytes / found.bandwidth)
     assert 0 < found.seconds < 60 and 0 <= found.stall < 60
@@ -46,7 +46,7 @@ def test_no_more_than_a_probe_is_written_and_copied(
         write(store, path, parts)
 
     monkeypatch.setattr(LocalStore, "write", counted)
-    assert preflight(checkpoints, TENSORS, first_on_host=True).bytes >= BYTES
+    assert probe_save_cost(checkpoints, TENSORS, first_on_host=True).bytes >= BYTES
     assert written == [5000]
 
 
@@ -55,15 +55,15 @@ def test_a_full_store_is_refused_and_what_is_kept_counts(
 ) -> None:
     monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 3 * BYTES - 1)
     with pytest.raises(PreflightError, match=r"space for 2 checkpoints and the one being written.*`checkpoint\.keep`"):
-        preflight(checkpoints, TENSORS, first_on_host=True)
+        probe_save_cost(checkpoints, TENSORS, first_on_host=True)
     checkpoints.save(1, TENSORS, {"step": 1})
-    assert preflight(checkpoints, TENSORS, first_on_host=True).free_bytes == 3 * BYTES - 1
+    assert probe_save_cost(checkpoints, TENSORS, first_on_host=True).free_bytes == 3 * BYTES - 1
 
 
 def test_a_store_that_cannot_be_written_is_refused(checkpoints: CheckpointEngine, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, where a folder is needed")
     with pytest.raises(PreflightError, match="cannot be written"):
-        preflight(checkpoints, TENSORS, first_on_host=True)
+        probe_save_cost(checkpoints, TENSORS, first_on_host=True)
 
 
 def test_a_store_that_cannot_create_once_is_refused(
@@ -74,7 +74,7 @@ def test_a_store_that_cannot_create_once_is_refused(
 
     monkeypatch.setattr(LocalStore, "create", refuse)
     with pytest.raises(PreflightError, match="has no hard links"):
-        preflight(checkpoints, TENSORS, first_on_host=True)
+        probe_save_cost(checkpoints, TENSORS, first_on_host=True)
 
 
 def test_too_little_memory_is_refused(checkpoints: CheckpointEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_too_little_memory_is_refused(checkpoints: CheckpointEngine, monkeypatch
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
     with pytest.raises(PreflightError, match="this host's memory must hold 2 copies"):
-        preflight(checkpoints, TENSORS, first_on_host=True)
+        probe_save_cost(checkpoints, TENSORS, first_on_host=True)
 
 
 def test_young() -> None:
