@@ -1,6 +1,5 @@
 """The formulas for Danlu's own memory, FLOPs and traffic, compared with its dry run."""
 
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -81,7 +80,9 @@ def both(name: str) -> tuple[Predictor, Plan, dict[int, Trace]]:
         precision=precision,
     )
     question = PlanRequest(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
-    formulas = Predictor(model, recipe.batch, POD, software_for(question, wanted.recompute), precision.compute)
+    # Nothing is hidden behind anything; counts and bytes do not depend on it.
+    serial = replace(software_for(question, wanted.recompute), overlap_grad_reduce=False, overlap_p2p_comm=False)
+    formulas = Predictor(model, recipe.batch, POD, serial, precision.compute)
     first_of = dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist()
     run = dry_run_ranks(recipe, wanted, POD, sorted({first_of[0], first_of[-1]}))
     return formulas, wanted, {trace.place["pp"]: trace for trace in run.traces}
@@ -144,12 +145,9 @@ def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
 
 
 def _parts(formulas: Predictor, wanted: Plan, bandwidth: float) -> dict[str, float]:
-    """Seconds of a step by part on one wire, with nothing hidden behind anything."""
-    priced = copy(formulas)
-    priced.network = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
-    priced.software = replace(formulas.software, overlap_grad_reduce=False, overlap_p2p_comm=False)
-    priced._groups, priced._layers = {}, {}
-    return priced.predict(layout_from_plan(wanted, POD)).parts
+    """Seconds of a step by part on one wire."""
+    wire = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
+    return formulas.on(wire).predict(layout_from_plan(wanted, POD)).parts
 
 
 def test_a_spread_of_layouts_is_compared() -> None:

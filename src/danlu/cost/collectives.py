@@ -42,6 +42,11 @@ class Network:
     links: tuple[Link, ...]
     collective_latency: float
 
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Chips inside every level: all that shapes of groups depend on."""
+        return tuple([link.capacity for link in self.links])
+
     def group_shape(self, ranks: int, stride: int) -> GroupShape:
         """The shape of a group whose neighbors are `stride` ranks apart, with ranks placed in order."""
         inside, found = 1, []

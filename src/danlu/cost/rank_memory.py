@@ -31,8 +31,8 @@ class RankMemoryEstimator(LayoutShapes):
             mine, self.groups.dense, self.groups.experts, self.sharding, software, unsharded=self.defers_reduce
         )
         flight = microbatches_in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
-        kept = contents.dense * self.predictor.layer_bytes(self.local, False)[0] if contents.dense else 0.0
-        kept += contents.moe * self.predictor.layer_bytes(self.local, True)[0] if contents.moe else 0.0
+        kept = contents.dense * self.layer_bytes(False)[0] if contents.dense else 0.0
+        kept += contents.moe * self.layer_bytes(True)[0] if contents.moe else 0.0
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )
@@ -60,7 +60,7 @@ class RankMemoryEstimator(LayoutShapes):
     ) -> MemoryEstimate:
         """With a buffer for every gradient from the start."""
         software = self.software
-        again = self.predictor.layer_bytes(self.local, contents.moe > 0)[1]
+        again = self.layer_bytes(contents.moe > 0)[1]
         logits = logits_memory(self.shape, self.local, software) if contents.has_head else 0.0
         pipe = p2p_buffer_bytes(contents, self.local, self.shape, flight, software) if self.layout.pp > 1 else 0.0
         # The loss is done before the first layer is gathered or recomputed: never both.
@@ -97,7 +97,7 @@ class RankMemoryEstimator(LayoutShapes):
         piped = (flight * stages + 4) * stream + for_weights if layout.pp > 1 else 0.0
         # Gradients of earlier microbatches exist unless all of them are still in flight.
         later = gradients if layout.microbatches > flight else 0.0
-        again = self.predictor.layer_bytes(local, contents.moe > 0)[1]
+        again = self.layer_bytes(contents.moe > 0)[1]
         before = max(0.0, flight - 1 / stages)
         weight_grad = shape.width * max(shape.mlp_dim / layout.tp, shape.expert_width) * each
 

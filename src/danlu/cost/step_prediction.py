@@ -5,26 +5,28 @@ Layer times are cached, so a layout costs some tens of microseconds.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 
-from danlu.cost.calibration import Calibration, load_calibration
+from danlu.cost.calibration import Calibration
 from danlu.cost.collectives import (
+    Network,
     all_gather_time,
     all_reduce_time,
-    build_network,
     outermost_level,
     p2p_time,
     reduce_scatter_time,
 )
+from danlu.cost.context import cost_context
 from danlu.cost.embedding_head import embedding_head_time
-from danlu.cost.layer_time import LayerTime, LocalShape, PassTime, layer_time
+from danlu.cost.layer_time import PassTime
+from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.layout_shapes import LayoutShapes
-from danlu.cost.memory import MemoryEstimate, activation_gradient_bytes, layer_activation_bytes
-from danlu.cost.model_shape import model_shape
-from danlu.cost.operator_time import build_device, elementwise_time
+from danlu.cost.memory import MemoryEstimate
+from danlu.cost.operator_time import elementwise_time
 from danlu.cost.overlap import exposed_time
-from danlu.cost.parallel_layout import LayoutGroups, ParallelLayout, layout_from_plan
+from danlu.cost.parallel_layout import ParallelLayout, layout_from_plan
 from danlu.cost.pipeline_formula import StageTime, pipeline_time
 from danlu.cost.pipeline_schedules import gathers_per_stage
 from danlu.cost.rank_counts import RankCounter, RankCounts
@@ -66,74 +68,34 @@ class Predictor:
         dtype: str = "bf16",
         constants: Calibration | None = None,
     ) -> None:
-        constants = constants or load_calibration()
-        self.shape = model_shape(model, software.mla)
-        self.batch, self.software, self.overheads = batch, software, constants.overheads
-        chip = cluster.chip
-        self.efficiency = constants.efficiency_of(chip.name, software.attention == "native")
-        self.device = build_device(chip, dtype, self.efficiency)
-        if not chip.overlaps:
-            software = self.software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False)
-        self.solo_speedup = chip.alone
-        self.spread = self.overheads.spread if chip.spread is None else chip.spread
-        inner, outer = self.efficiency.intra_node, self.efficiency.inter_node
-        self.network = build_network(cluster, inner, outer, self.overheads.collective_latency, software.ring_bandwidth)
-        self.assumptions = constants.assumptions(chip, dtype)
-        self._groups: dict[object, LayoutGroups] = {}
-        self._layers: dict[tuple[LocalShape, bool], LayerTime] = {}
-        self._kept: dict[tuple[LocalShape, bool], tuple[float, float]] = {}
+        self.context = cost_context(model, batch, cluster, software, dtype, constants)
+        self._cache = LayoutCache()
 
-    def groups(self, layout: ParallelLayout) -> LayoutGroups:
-        """The groups of a layout on the network."""
-        key = (layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp, layout.ep, layout.group_shapes)
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = LayoutGroups(layout, self.network, self.software.expert_tp)
-        return found
-
-    def layer_time(self, local: LocalShape, moe: bool) -> LayerTime:
-        """Time of one layer."""
-        found = self._layers.get((local, moe))
-        if found is None:
-            found = layer_time(self.shape, local, self.device, self.network, self.software, self.overheads, moe=moe)
-            self._layers[local, moe] = found
-        return found
-
-    def layer_bytes(self, local: LocalShape, moe: bool) -> tuple[float, float]:
-        """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
-        found = self._kept.get((local, moe))
-        if found is None:
-            software, fp8 = self.software, self.device.uses_fp8
-            again = 0.0
-            if software.recompute in ("full", "elementwise", "alternate", "latent"):
-                plain = replace(software, recompute="none")
-                again = layer_activation_bytes(self.shape, local, plain, moe=moe, fp8=fp8)
-            again += activation_gradient_bytes(self.shape, local, software, moe=moe)
-            found = self._kept[local, moe] = (
-                layer_activation_bytes(self.shape, local, software, moe=moe, fp8=fp8),
-                again,
-            )
-        return found
+    def on(self, network: Network) -> "Predictor":
+        """The same on another network; what does not depend on it is computed once for both."""
+        other = copy(self)
+        other.context = replace(self.context, network=network)
+        return other
 
     def predict(self, layout: ParallelLayout, memory: MemoryEstimate | None = None) -> StepPrediction:
         """Predict one step of a layout that divides the batch and the model.
 
         `memory` is that of the same layout at another placement, if known: it does not change.
         """
-        return _StepEstimator(self, layout).prediction(memory)
+        return _StepEstimator(self.context, layout, self._cache).prediction(memory)
 
     def memory(self, layout: ParallelLayout) -> MemoryEstimate:
         """Memory of the fullest rank alone."""
-        return RankMemoryEstimator(self, layout).peak()
+        return RankMemoryEstimator(self.context, layout, self._cache).peak()
 
     def memory_by_pp_rank(self, layout: ParallelLayout) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
-        estimator = RankMemoryEstimator(self, layout)
+        estimator = RankMemoryEstimator(self.context, layout, self._cache)
         return tuple(estimator.estimate(rank) for rank in range(layout.pp))
 
     def counts(self, layout: ParallelLayout, pp_rank: int) -> RankCounts:
         """FLOPs and bytes sent in a step by a rank of this pp rank."""
-        return RankCounter(self, layout).count(pp_rank)
+        return RankCounter(self.context, layout, self._cache).count(pp_rank)
 
 
 def predict(
@@ -166,7 +128,7 @@ class _StepEstimator(LayoutShapes):
         pipeline = pipeline_time(stages, layout.microbatches, layout.schedule, layout.stages_per_rank)
         # While some ranks of a pipeline wait, those they share cores with run faster.
         busy = layout.microbatches * sum(stage.compute for stage in stages) / layout.pp
-        pipeline = busy + max(0.0, pipeline - busy) / self.predictor.solo_speedup
+        pipeline = busy + max(0.0, pipeline - busy) / self.context.solo_speedup
         slowest = max(range(layout.pp), key=lambda rank: stages[rank].per_microbatch)
         parts = dict(kinds[self.stages[slowest]][1]) | {"transfer": stages[slowest].p2p}
         for name in parts:
@@ -177,13 +139,13 @@ class _StepEstimator(LayoutShapes):
         parts.update(worst)
         stage_times, chips = [stage.per_microbatch for stage in stages], layout.world // layout.pp
         waiting = (parts["transfer"] + parts.get("gather", 0.0)) / (layout.microbatches * stage_times[slowest])
-        parts["stragglers"] = (1 - waiting) * pipeline * straggler_slowdown(stage_times, chips, self.predictor.spread)
+        parts["stragglers"] = (1 - waiting) * pipeline * straggler_slowdown(stage_times, chips, self.context.spread)
         parts["other"] = self.overheads.step_overhead
         return StepPrediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.overheads.step_overhead,
             parts=parts,
-            memory=memory or RankMemoryEstimator(self.predictor, layout).peak(),
-            assumptions=self.predictor.assumptions,
+            memory=memory or RankMemoryEstimator(self.context, layout, self._cache).peak(),
+            assumptions=self.context.assumptions,
         )
 
     def _stage(self, contents: StageContents) -> tuple[StageTime, dict[str, float]]:
@@ -198,7 +160,7 @@ class _StepEstimator(LayoutShapes):
         for count, moe in ((contents.dense, False), (contents.moe, True)):
             if not count:
                 continue
-            time = self.predictor.layer_time(self.local, moe)
+            time = self.layer_time(moe)
             for once in (time.forward, time.backward):
                 _add(parts, once, count)
             parts["recompute"] += count * ratio * time.recompute.compute
@@ -331,7 +293,7 @@ class _StepEstimator(LayoutShapes):
         optimizer = (
             updated
             * self.overheads.optimizer_bytes_moved
-            / (self.device.bandwidth * self.predictor.efficiency.memory_bandwidth)
+            / (self.device.bandwidth * self.context.efficiency.memory_bandwidth)
         )
         if self.device.measured:
             optimizer = self.device.measured.seconds("optimizer", updated)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from danlu.cost.collectives import Link, Network
+from danlu.cost.collectives import Link
 from danlu.cost.memory import MemoryEstimate
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
@@ -45,7 +45,7 @@ class PlanPricer:
         self._exact: dict[PlanRecompute, Predictor] = {}
         self._relaxed: dict[PlanRecompute, Predictor] = {}
         self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
-        self._networks = RelaxedNetworkBuilder(self._predictor("none").network, request.chips, request.cluster)
+        self._networks = RelaxedNetworkBuilder(self._predictor("none").context.network, request.chips, request.cluster)
 
     def price(
         self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None
@@ -76,7 +76,7 @@ class PlanPricer:
         predictor = self._relaxed.get(schedule.recompute)
         if predictor is None:
             predictor = self._relaxed[schedule.recompute] = self._new_predictor(schedule.recompute)
-        predictor.network, spans = self._networks.network(
+        network, spans = self._networks.network(
             (
                 shape.tp,
                 data.replicate,
@@ -89,7 +89,7 @@ class PlanPricer:
             ),
             known,
         )
-        return predictor.predict(self._layout(candidate, spans), memory)
+        return predictor.on(network).predict(self._layout(candidate, spans), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
         """Lower bound in seconds for all layouts with this shape (and schedule): passes through layers, and bubble.
@@ -114,13 +114,10 @@ class PlanPricer:
         """A pricer for the same request whose network level `level` is free."""
         other = PlanPricer(self.request)
         for recompute in ("none", "selective", "full"):
-            predictor = other._new_predictor(recompute)
-            links = tuple(
-                Link(link.capacity, float("inf"), 0.0) if index == level else link
-                for index, link in enumerate(predictor.network.links)
-            )
-            predictor.network = Network(links, predictor.network.collective_latency)
-            other._exact[recompute] = predictor
+            network = self._predictor(recompute).context.network
+            links = list(network.links)
+            links[level] = Link(links[level].capacity, float("inf"), 0.0)
+            other._exact[recompute] = self._predictor(recompute).on(replace(network, links=tuple(links)))
         return other
 
     def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute) -> float:
