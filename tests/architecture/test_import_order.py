@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 from source_tree import PACKAGE, ROOT, rooms
 
-WITHOUT_TORCH = ["danlu.spec", "danlu.cost", "danlu.planner", "danlu.report", "danlu.scheduler", "danlu.cli"]
+WITHOUT_TORCH = [
+    "danlu.spec",
+    "danlu.ops",
+    "danlu.cost",
+    "danlu.planner",
+    "danlu.report",
+    "danlu.scheduler",
+    "danlu.cli",
+]
 COMMANDS_WITHOUT_TORCH = [
     ["--help"],
     ["--version"],

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from danlu.cost.calibration import Calibration, ChipEfficiency, Overheads, load_calibration
 from danlu.cost.collectives import Network, build_network
-from danlu.cost.model_shape import ModelShape, model_shape
 from danlu.cost.operator_time import DeviceModel, build_device
 from danlu.cost.software import Software
+from danlu.ops.model_shape import ModelShape, model_shape
 from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model
 from danlu.spec.recipe import BatchConfig

@@ -1,12 +1,12 @@
 """What layouts of one context have in common, computed once: groups on the network, time and bytes of a layer."""
 
-from dataclasses import replace
-
 from danlu.cost.collectives import Link
 from danlu.cost.context import CostContext
 from danlu.cost.layer_time import LayerTime, LocalShape, layer_time
-from danlu.cost.memory import activation_gradient_bytes, layer_activation_bytes
 from danlu.cost.parallel_layout import LayoutGroups, ParallelLayout
+from danlu.ops import layer
+from danlu.ops.layer_shard import LayerShard
+from danlu.ops.recompute import Recompute
 
 
 class LayoutCache:
@@ -15,7 +15,7 @@ class LayoutCache:
     def __init__(self) -> None:
         self._groups: dict[object, LayoutGroups] = {}
         self._times: dict[object, LayerTime] = {}
-        self._bytes: dict[tuple[LocalShape, bool], tuple[float, float]] = {}
+        self._bytes: dict[tuple[LayerShard, bool, Recompute], tuple[float, float]] = {}
 
     def groups(self, context: CostContext, layout: ParallelLayout) -> LayoutGroups:
         """The groups of a layout on the network."""
@@ -26,28 +26,28 @@ class LayoutCache:
             found = self._groups[key] = LayoutGroups(layout, context.network, context.software.expert_tp)
         return found
 
-    def layer_time(self, context: CostContext, local: LocalShape, moe: bool) -> LayerTime:
+    def layer_time(self, context: CostContext, local: LocalShape, moe: bool, recompute: Recompute) -> LayerTime:
         """Time of one layer."""
-        key = (local, moe, context.network.collective_latency, _links(context, local))
+        key = (local, moe, recompute, context.network.collective_latency, _links(context, local))
         found = self._times.get(key)
         if found is None:
-            found = self._times[key] = layer_time(
-                context.shape, local, context.device, context.network, context.software, context.overheads, moe=moe
-            )
+            found = self._times[key] = layer_time(context, local, moe, recompute)
         return found
 
-    def layer_bytes(self, context: CostContext, local: LocalShape, moe: bool) -> tuple[float, float]:
+    def layer_bytes(
+        self, context: CostContext, shard: LayerShard, moe: bool, recompute: Recompute
+    ) -> tuple[float, float]:
         """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
-        found = self._bytes.get((local, moe))
+        key = (shard, moe, recompute)
+        found = self._bytes.get(key)
         if found is None:
-            shape, software, fp8 = context.shape, context.software, context.device.uses_fp8
+            software, fp8 = context.software, context.device.uses_fp8
             again = 0.0
-            if software.recompute in ("full", "elementwise", "alternate", "latent"):
-                plain = replace(software, recompute="none")
-                again = layer_activation_bytes(shape, local, plain, moe=moe, fp8=fp8)
-            again += activation_gradient_bytes(shape, local, software, moe=moe)
-            kept = layer_activation_bytes(shape, local, software, moe=moe, fp8=fp8)
-            found = self._bytes[local, moe] = kept, again
+            if recompute in ("full", "elementwise", "alternate", "latent"):
+                again = layer.saved_bytes(shard, software.saving("none", fp8), moe)
+            again += software.activation_bytes * layer.gradient_elements(shard, moe)
+            kept = layer.saved_bytes(shard, software.saving(recompute, fp8), moe)
+            found = self._bytes[key] = kept, again
         return found
 
 

@@ -6,6 +6,7 @@ from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.software import HSDP, ZERO_3
 from danlu.cost.stage_contents import RankParameters, StageContents, rank_parameters, stage_contents
+from danlu.ops.layer_shard import LayerShard
 
 
 class LayoutShapes:
@@ -20,13 +21,20 @@ class LayoutShapes:
         splits = self.sharding.gradients != "none" and self.software.reduce_every_microbatch
         self.defers_reduce = splits and self.software.defer_reduce_in_pipeline and layout.pp > 1
         self.reduces_every_microbatch = splits and not self.defers_reduce
-        self.local = LocalShape(
+        self.shard = LayerShard(
+            model=self.shape,
             sequences=max(1, context.batch.sequences // (layout.dp * layout.microbatches)),
             length=context.batch.length,
             tp=layout.tp,
             cp=layout.cp,
             ep=layout.ep,
-            tp_group=self.groups.tp,
+            sequence_parallel=self.software.sequence_parallel,
+            expert_tp=self.software.expert_tp,
+            expert_imbalance=self.software.expert_imbalance,
+        )
+        self.local = LocalShape(
+            self.shard,
+            self.groups.tp,
             ep_group=self.groups.ep,
             etp_group=self.groups.expert_tp,
             cp_group=self.groups.cp,
@@ -46,8 +54,8 @@ class LayoutShapes:
 
     def layer_time(self, moe: bool) -> LayerTime:
         """Time of one layer for one microbatch."""
-        return self._cache.layer_time(self.context, self.local, moe)
+        return self._cache.layer_time(self.context, self.local, moe, self.software.recompute or "none")
 
     def layer_bytes(self, moe: bool) -> tuple[float, float]:
         """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
-        return self._cache.layer_bytes(self.context, self.local, moe)
+        return self._cache.layer_bytes(self.context, self.shard, moe, self.software.recompute or "none")

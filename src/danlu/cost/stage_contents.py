@@ -3,7 +3,8 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from danlu.cost.model_shape import ModelShape
+from danlu.ops import attention, embedding_head, experts, mlp
+from danlu.ops.model_shape import ModelShape
 from danlu.spec.plan import split_layers_evenly
 
 
@@ -80,13 +81,14 @@ def _even_layer_counts(layers: int, stages: int, count_embedding_and_head: bool)
 @lru_cache(maxsize=8192)
 def rank_parameters(shape: ModelShape, contents: StageContents, tp: int, ep: int, expert_tp: int) -> RankParameters:
     """Parameters of a rank; norms and biases, a ten-thousandth of them, are ignored."""
-    layer = shape.attention_parameters // tp
-    dense = contents.dense * (layer + shape.dense_parameters // tp)
-    dense += contents.moe * (layer + shape.shared_parameters // tp)
-    table = shape.vocabulary * shape.width // tp
+    layer = attention.parameters(shape) // tp
+    shared = mlp.parameters(shape, shape.shared_width) + experts.router_parameters(shape)
+    dense = contents.dense * (layer + mlp.parameters(shape, shape.mlp_dim) // tp)
+    dense += contents.moe * (layer + shared // tp)
+    table = embedding_head.table_parameters(shape) // tp
     if contents.has_embedding:
-        dense += table + shape.positions * shape.width
+        dense += table + embedding_head.position_parameters(shape)
     if contents.has_head and not (shape.tied and contents.has_embedding):
         dense += table
-    experts = contents.moe * (shape.experts * shape.expert_parameters // (ep * expert_tp))
-    return RankParameters(dense, experts)
+    routed = shape.experts * experts.expert_parameters(shape)
+    return RankParameters(dense, contents.moe * (routed // (ep * expert_tp)))

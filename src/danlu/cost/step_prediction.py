@@ -34,6 +34,8 @@ from danlu.cost.rank_memory import RankMemoryEstimator
 from danlu.cost.software import DANLU, Software
 from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.cost.stragglers import straggler_slowdown
+from danlu.ops.embedding_head import table_parameters
+from danlu.ops.recompute import PLAN_MODES
 from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
@@ -109,8 +111,7 @@ def predict(
 ) -> StepPrediction:
     """Predict one step of a plan: seconds by part, memory by kind."""
     if software.recompute is None:
-        words = {"none": "none", "selective": "elementwise", "full": "full"}
-        software = replace(software, recompute=words[plan.recompute])  # type: ignore[arg-type]
+        software = replace(software, recompute=PLAN_MODES[plan.recompute])
     if plan.compile:
         software = replace(software, eager=False)
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
@@ -169,14 +170,7 @@ class _StepEstimator(LayoutShapes):
             backward += count * (time.backward.total + ratio * time.recompute.total)
             weights += count * time.weight_grad
         ends_forward, ends_backward = embedding_head_time(
-            self.shape,
-            self.local,
-            self.device,
-            self.network,
-            self.overheads,
-            embedding=contents.has_embedding,
-            head=contents.has_head,
-            predicted_ahead=self.software.mtp_layers,
+            self.context, self.local, embedding=contents.has_embedding, head=contents.has_head
         )
         parts["head"] += ends_forward + ends_backward
         forward, backward = forward + ends_forward, backward + ends_backward
@@ -225,7 +219,7 @@ class _StepEstimator(LayoutShapes):
         layout = self.layout
         if layout.reshard_after_forward:
             # The backward pass begins with the head, so it is not freed in between.
-            kept = self.shape.vocabulary * self.shape.width / layout.tp if contents.has_head else 0.0
+            kept = table_parameters(self.shape) / layout.tp if contents.has_head else 0.0
             return gather, gather * (1 - kept / (mine.dense + mine.experts)) + scatter
         if layout.microbatches > 1 and layout.pp > 1:
             often = gathers_per_stage(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
@@ -244,7 +238,7 @@ class _StepEstimator(LayoutShapes):
         layout = self.layout
         if layout.pp == 1:
             return (0.0,)
-        stream = self.device.element_bytes * self.local.sequences * self.local.length / self.local.cp * self.shape.width
+        stream = self.device.element_bytes * self.shard.tokens * self.shape.width
         # Every tensor-parallel rank sends its shard, and the receivers gather it (SC 2021, section 4.1).
         gather = 0.0 if self.software.sequence_parallel else all_gather_time(self.network, self.groups.tp, stream)
         hidden = self.software.overlap_p2p_comm and layout.stages_per_rank > 1
@@ -304,7 +298,7 @@ class _StepEstimator(LayoutShapes):
             gather = exposed_time(gather, stage.forward, self.overheads.contention)
         tied = 0.0
         if self.shape.tied and self.layout.pp > 1 and (contents.has_embedding or contents.has_head):
-            table = self.shape.vocabulary * self.shape.width / self.layout.tp * software.gradient_bytes
+            table = table_parameters(self.shape) / self.layout.tp * software.gradient_bytes
             tied = p2p_time(self.network, outermost_level(self.groups.pp), table)
         return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
 

@@ -12,24 +12,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-_aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
+from danlu.ops.recompute import SAVED_BY_SELECTIVE
 
 SAVED_OPS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.bmm.default,
-        _aten.addmm.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-        _c10d.reduce_scatter_tensor.default,
-        _c10d.all_to_all_single.default,
-    }
+    getattr(getattr(torch.ops, namespace), name).default
+    for namespace, names in SAVED_BY_SELECTIVE.items()
+    for name in names
 )
-"""What `selective` keeps: matrix products, attention, and results that came over the network."""
+"""What `selective` keeps."""
 
 
 class RecomputeRegion(NamedTuple):

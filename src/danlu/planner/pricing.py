@@ -8,13 +8,12 @@ from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
+from danlu.ops.recompute import PLAN_MODES
 from danlu.planner.mesh_placement import GroupShapes, MeshPlacement
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, ScheduleKnobs, ShapeKnobs
 
-_COST_RECOMPUTE = {"none": "none", "selective": "elementwise", "full": "full"}
-"""A plan's recompute modes in the cost model's terms."""
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NO_MEMORY = MemoryEstimate(
     parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, process_groups=0
@@ -29,7 +28,7 @@ def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
     precision = request.recipe.precision
     return replace(
         DANLU,
-        recompute=_COST_RECOMPUTE[recompute],  # type: ignore[arg-type]
+        recompute=PLAN_MODES[recompute],
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
