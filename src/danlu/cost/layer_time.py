@@ -24,6 +24,7 @@ from danlu.cost.context import CostContext
 from danlu.cost.measured_times import OperatorTimes
 from danlu.cost.operator_time import elementwise_time, flash_attention_time, matmul_time, unfused_attention_time
 from danlu.cost.overlap import exposed_time
+from danlu.cost.stage_contents import LayerKind
 from danlu.ops import attention, experts, layer, mlp
 from danlu.ops.layer_shard import LayerShard
 from danlu.ops.recompute import RERUN, Recompute, Rerun
@@ -94,9 +95,9 @@ class LayerTime(NamedTuple):
     """Recompute in the backward pass, in addition to `backward`."""
 
 
-def layer_time(context: CostContext, local: LocalShape, moe: bool, recompute: Recompute) -> LayerTime:
-    """Time one layer, with experts or without."""
-    return _LayerTimer(context, local, moe).time(recompute)
+def layer_time(context: CostContext, local: LocalShape, kind: LayerKind) -> LayerTime:
+    """Time one layer."""
+    return _LayerTimer(context, local, kind.moe).time(kind.recompute)
 
 
 class _LayerTimer:

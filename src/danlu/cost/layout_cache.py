@@ -4,9 +4,9 @@ from danlu.cost.collectives import Link
 from danlu.cost.context import CostContext
 from danlu.cost.layer_time import LayerTime, LocalShape, layer_time
 from danlu.cost.parallel_layout import LayoutGroups, ParallelLayout
+from danlu.cost.stage_contents import LayerKind
 from danlu.ops import layer
 from danlu.ops.layer_shard import LayerShard
-from danlu.ops.recompute import Recompute
 
 
 class LayoutCache:
@@ -15,7 +15,7 @@ class LayoutCache:
     def __init__(self) -> None:
         self._groups: dict[object, LayoutGroups] = {}
         self._times: dict[object, LayerTime] = {}
-        self._bytes: dict[tuple[LayerShard, bool, Recompute], tuple[float, float]] = {}
+        self._bytes: dict[tuple[LayerShard, LayerKind], tuple[float, float]] = {}
 
     def groups(self, context: CostContext, layout: ParallelLayout) -> LayoutGroups:
         """The groups of a layout on the network."""
@@ -26,28 +26,25 @@ class LayoutCache:
             found = self._groups[key] = LayoutGroups(layout, context.network, context.software.expert_tp)
         return found
 
-    def layer_time(self, context: CostContext, local: LocalShape, moe: bool, recompute: Recompute) -> LayerTime:
+    def layer_time(self, context: CostContext, local: LocalShape, kind: LayerKind) -> LayerTime:
         """Time of one layer."""
-        key = (local, moe, recompute, context.network.collective_latency, _links(context, local))
+        key = (local, kind, context.network.collective_latency, _links(context, local))
         found = self._times.get(key)
         if found is None:
-            found = self._times[key] = layer_time(context, local, moe, recompute)
+            found = self._times[key] = layer_time(context, local, kind)
         return found
 
-    def layer_bytes(
-        self, context: CostContext, shard: LayerShard, moe: bool, recompute: Recompute
-    ) -> tuple[float, float]:
+    def layer_bytes(self, context: CostContext, shard: LayerShard, kind: LayerKind) -> tuple[float, float]:
         """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
-        key = (shard, moe, recompute)
-        found = self._bytes.get(key)
+        found = self._bytes.get((shard, kind))
         if found is None:
-            software, fp8 = context.software, context.device.uses_fp8
+            software, fp8, (moe, recompute) = context.software, context.device.uses_fp8, kind
             again = 0.0
             if recompute in ("full", "elementwise", "alternate", "latent"):
                 again = layer.saved_bytes(shard, software.saving("none", fp8), moe)
             again += software.activation_bytes * layer.gradient_elements(shard, moe)
             kept = layer.saved_bytes(shard, software.saving(recompute, fp8), moe)
-            found = self._bytes[key] = kept, again
+            found = self._bytes[shard, kind] = kept, again
         return found
 
 

@@ -5,7 +5,7 @@ from danlu.cost.layer_time import LayerTime, LocalShape
 from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.software import HSDP, ZERO_3
-from danlu.cost.stage_contents import RankParameters, StageContents, rank_parameters, stage_contents
+from danlu.cost.stage_contents import LayerKind, RankParameters, StageContents, rank_parameters, stage_contents
 from danlu.ops.layer_shard import LayerShard
 
 
@@ -46,16 +46,17 @@ class LayoutShapes:
             layout.stage_layers,
             count_embedding_and_head=self.software.count_embedding_and_head,
             zigzag=layout.schedule == "zbv",
+            recompute=self.software.recompute or "none",
         )
 
     def rank_parameters(self, contents: StageContents) -> RankParameters:
         """Parameters of a rank before they are sharded over data-parallel ranks."""
         return rank_parameters(self.shape, contents, self.layout.tp, self.layout.ep, self.software.expert_tp)
 
-    def layer_time(self, moe: bool) -> LayerTime:
+    def layer_time(self, kind: LayerKind) -> LayerTime:
         """Time of one layer for one microbatch."""
-        return self._cache.layer_time(self.context, self.local, moe, self.software.recompute or "none")
+        return self._cache.layer_time(self.context, self.local, kind)
 
-    def layer_bytes(self, moe: bool) -> tuple[float, float]:
+    def layer_bytes(self, kind: LayerKind) -> tuple[float, float]:
         """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
-        return self._cache.layer_bytes(self.context, self.shard, moe, self.software.recompute or "none")
+        return self._cache.layer_bytes(self.context, self.shard, kind)

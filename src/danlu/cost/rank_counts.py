@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
-from danlu.cost.stage_contents import StageContents
+from danlu.cost.stage_contents import LayerKind, StageContents
 from danlu.ops import attention, embedding_head, experts, layer, mlp
 from danlu.ops.recompute import RERUN
 
@@ -46,15 +46,12 @@ class RankCounter(LayoutShapes):
         shape, shard = self.shape, self.shard
         batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp / 2
         core = attention.core_flops(batch, pairs, shape.head_dim, shape.v_head_dim)
-        again = RERUN[self.software.recompute or "none"]
         total = 0.0
-        for count, moe in ((contents.dense, False), (contents.moe, True)):
-            if not count:
-                continue
+        for (moe, recompute), count in contents.runs:
             linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
             last = 0.0 if moe else 2.0 * shard.tokens * shape.width * shape.mlp_dim / shard.tp
             once = 3 * linear + (1 + attention.BACKWARD_TO_FORWARD) * core
-            total += count * (once + ((linear - last + core) if again.collectives else 0.0))
+            total += count * (once + ((linear - last + core) if recompute == "full" else 0.0))
         if contents.has_head:
             total += 3 * embedding_head.head_flops(shard)
         return self.layout.microbatches * total
@@ -66,12 +63,12 @@ class RankCounter(LayoutShapes):
             return 0.0
         stream = float(self.software.activation_bytes * self.shard.tokens * self.shape.width)
         both = stream / tp + stream
-        again = {"full": both, "elementwise": stream / tp}.get(self.software.recompute or "none", 0.0)
         total = 0.0
-        for count, moe in ((contents.dense, False), (contents.moe, True)):
+        for (moe, recompute), count in contents.runs:
+            again = {"full": both, "elementwise": stream / tp}.get(recompute, 0.0)
             blocks = 1 + (mlp.hidden_width(self.shape, moe) > 0)
             # Recompute ends before the last reduction over ranks.
-            spared = stream if self.software.recompute == "full" and not moe else 0.0
+            spared = stream if recompute == "full" and not moe else 0.0
             total += count * (blocks * (2 * both + again) - spared)
         total += (contents.has_embedding + contents.has_head) * both
         return self.layout.microbatches * total
@@ -81,19 +78,15 @@ class RankCounter(LayoutShapes):
         if self.shard.cp == 1:
             return 0.0
         once = float(self.software.activation_bytes * sum(attention.ulysses_elements(self.shard)))
-        return self.layout.microbatches * contents.layers * once * self._passes
+        return sum(self.layout.microbatches * count * once * _passes(kind) for kind, count in contents.runs)
 
     def _expert(self, contents: StageContents) -> float:
         """Tokens to their experts and back."""
         if self.shard.ep == 1:
             return 0.0
         rows = self.software.activation_bytes * experts.exchanged_elements(self.shard)
-        return self.layout.microbatches * contents.moe * 2 * rows * self._passes
-
-    @property
-    def _passes(self) -> int:
-        """Passes that communicate: forward, backward, and recompute if it is full."""
-        return 3 if self.software.recompute == "full" else 2
+        counts = [(kind, count) for kind, count in contents.runs if kind.moe]
+        return sum(self.layout.microbatches * count * 2 * rows * _passes(kind) for kind, count in counts)
 
     def _shard(self, contents: StageContents) -> float:
         """Shards to gather, and full gradients to reduce-scatter."""
@@ -135,3 +128,8 @@ class RankCounter(LayoutShapes):
         ends = sum(stage in mine for stage in (0, stages - 1))
         same_rank = 2 if layout.schedule == "zbv" and rank == layout.pp - 1 else 0
         return layout.microbatches * stream * (2 * len(mine) - ends - same_rank)
+
+
+def _passes(kind: LayerKind) -> int:
+    """Passes of a layer that communicate: forward, backward, and recompute if it is full."""
+    return 3 if RERUN[kind.recompute].collectives else 2

@@ -32,8 +32,9 @@ class RankMemoryEstimator(LayoutShapes):
             mine, self.groups.dense, self.groups.experts, self.sharding, software, unsharded=self.defers_reduce
         )
         flight = microbatches_in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
-        kept = contents.dense * self.layer_bytes(False)[0] if contents.dense else 0.0
-        kept += contents.moe * self.layer_bytes(True)[0] if contents.moe else 0.0
+        kept = 0.0
+        for kind, count in contents.runs:
+            kept += count * self.layer_bytes(kind)[0]
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )
@@ -43,6 +44,20 @@ class RankMemoryEstimator(LayoutShapes):
             self._deferred_weight_grad_bytes(rank, contents) if layout.schedule in SPLIT_BACKWARD_SCHEDULES else 0.0
         )
         return self._with_lazy_gradients(contents, mine, states, kept, flight, gathered, kept_for_weights)
+
+    def _backward_bytes(self, contents: StageContents) -> float:
+        """Most bytes of a layer's backward pass beyond what all layers of its microbatch saved.
+
+        Layers after it have been freed by then, so among several modes an early one counts less. Of layers with and
+        without experts, those with experts are looked at.
+        """
+        most, freed = 0.0, 0.0
+        for kind, count in reversed(contents.runs):
+            kept, again = self.layer_bytes(kind)
+            if kind.moe == (contents.moe > 0):
+                most = max(most, again - freed)
+            freed += count * kept
+        return most
 
     def _at_init(self, rank: int) -> MemoryEstimate:
         """Before training: the unsharded parameters of a rank."""
@@ -61,7 +76,7 @@ class RankMemoryEstimator(LayoutShapes):
     ) -> MemoryEstimate:
         """With a buffer for every gradient from the start."""
         software = self.software
-        again = self.layer_bytes(contents.moe > 0)[1]
+        again = self._backward_bytes(contents)
         logits = logit_elements(self.shard) * software.logit_bytes if contents.has_head else 0.0
         pipe = p2p_buffer_bytes(contents, self.shard, flight, software) if self.layout.pp > 1 else 0.0
         # The loss is done before the first layer is gathered or recomputed: never both.
@@ -98,7 +113,7 @@ class RankMemoryEstimator(LayoutShapes):
         piped = (flight * stages + 4) * stream + for_weights if layout.pp > 1 else 0.0
         # Gradients of earlier microbatches exist unless all of them are still in flight.
         later = gradients if layout.microbatches > flight else 0.0
-        again = self.layer_bytes(contents.moe > 0)[1]
+        again = self._backward_bytes(contents)
         before = max(0.0, flight - 1 / stages)
         weight_grad = shape.width * max(shape.mlp_dim / layout.tp, shape.expert_width) * each
 

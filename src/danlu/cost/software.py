@@ -46,8 +46,8 @@ class Software:
     """From the plan's `replicate` and `shard` if None."""
     attention: AttentionKernel = "native"
     sequence_parallel: bool = True
-    recompute: Recompute | None = None
-    """From the plan if None."""
+    recompute: Recompute | tuple[Recompute, ...] | None = None
+    """Of all layers, or of each; from the plan if None."""
     recomputed_layers: int | None = None
     """Layers with recompute; all if None."""
     expert_tp: int = 1

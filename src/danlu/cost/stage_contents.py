@@ -1,26 +1,39 @@
 """Which layers every pp rank holds, and how many parameters that is."""
 
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from danlu.ops import attention, embedding_head, experts, mlp
 from danlu.ops.model_shape import ModelShape
+from danlu.ops.recompute import Recompute
 from danlu.spec.plan import split_layers_evenly
+
+
+class LayerKind(NamedTuple):
+    """What distinguishes layers."""
+
+    moe: bool
+    recompute: Recompute
 
 
 class StageContents(NamedTuple):
     """What one pp rank holds."""
 
-    dense: int
-    """Layers without experts."""
-    moe: int
+    runs: tuple[tuple[LayerKind, int], ...]
+    """Its layers in order, as runs of one kind and their lengths."""
     has_embedding: bool
     has_head: bool
 
     @property
     def layers(self) -> int:
         """All layers."""
-        return self.dense + self.moe
+        return sum(count for _, count in self.runs)
+
+    @property
+    def moe(self) -> int:
+        """Layers with experts."""
+        return sum(count for kind, count in self.runs if kind.moe)
 
 
 class RankParameters(NamedTuple):
@@ -40,28 +53,30 @@ def stage_contents(
     *,
     count_embedding_and_head: bool = False,
     zigzag: bool = False,
+    recompute: Recompute | tuple[Recompute, ...] = "none",
 ) -> tuple[StageContents, ...]:
     """What every pp rank holds.
 
     `counts` gives the layers of every stage; if empty, they are as even as possible, and the middle stages take the
     remainder. `count_embedding_and_head` counts each of the two as a layer. `zigzag` is the V shape of `zbv`.
+    `recompute` is that of all layers, or of each.
     """
     stages = pp * stages_per_rank
     counts = counts or _even_layer_counts(shape.layers, stages, count_embedding_and_head)
-    kinds, first = [], 0
+    held, first = [], 0
     for count in counts:
-        dense = max(0, min(shape.dense_layers - first, count))
-        kinds.append((dense, count - dense))
+        modes = [recompute] * count if isinstance(recompute, str) else recompute[first : first + count]
+        held.append([LayerKind(layer >= shape.dense_layers, mode) for layer, mode in enumerate(modes, start=first)])
         first += count
     ranks = []
     for rank in range(pp):
         mine = [rank + turn * pp for turn in range(stages_per_rank)]
         if zigzag:
             mine = [rank, stages - 1 - rank]
+        runs = groupby(kind for stage in mine for kind in held[stage])
         ranks.append(
             StageContents(
-                sum(kinds[stage][0] for stage in mine),
-                sum(kinds[stage][1] for stage in mine),
+                tuple((kind, len([*same])) for kind, same in runs),
                 has_embedding=0 in mine,
                 has_head=stages - 1 in mine,
             )
@@ -83,7 +98,7 @@ def rank_parameters(shape: ModelShape, contents: StageContents, tp: int, ep: int
     """Parameters of a rank; norms and biases, a ten-thousandth of them, are ignored."""
     layer = attention.parameters(shape) // tp
     shared = mlp.parameters(shape, shape.shared_width) + experts.router_parameters(shape)
-    dense = contents.dense * (layer + mlp.parameters(shape, shape.mlp_dim) // tp)
+    dense = (contents.layers - contents.moe) * (layer + mlp.parameters(shape, shape.mlp_dim) // tp)
     dense += contents.moe * (layer + shared // tp)
     table = embedding_head.table_parameters(shape) // tp
     if contents.has_embedding:

@@ -35,7 +35,7 @@ from danlu.cost.software import DANLU, Software
 from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.cost.stragglers import straggler_slowdown
 from danlu.ops.embedding_head import table_parameters
-from danlu.ops.recompute import PLAN_MODES
+from danlu.ops.recompute import plan_recompute
 from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
@@ -111,7 +111,7 @@ def predict(
 ) -> StepPrediction:
     """Predict one step of a plan: seconds by part, memory by kind."""
     if software.recompute is None:
-        software = replace(software, recompute=PLAN_MODES[plan.recompute])
+        software = replace(software, recompute=plan_recompute(plan.recompute, model.layers))
     if plan.compile:
         software = replace(software, eager=False)
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
@@ -158,10 +158,8 @@ class _StepEstimator(LayoutShapes):
         ratio = 1.0
         if self.software.recomputed_layers is not None:
             ratio = min(1.0, self.software.recomputed_layers / self.shape.layers)
-        for count, moe in ((contents.dense, False), (contents.moe, True)):
-            if not count:
-                continue
-            time = self.layer_time(moe)
+        for kind, count in contents.runs:
+            time = self.layer_time(kind)
             for once in (time.forward, time.backward):
                 _add(parts, once, count)
             parts["recompute"] += count * ratio * time.recompute.compute

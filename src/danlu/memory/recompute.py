@@ -26,19 +26,19 @@ class RecomputeRegion(NamedTuple):
     """A method of a module whose inner activations are not kept."""
 
     module: nn.Module
+    mode: Literal["selective", "full"]
     method: str = "forward"
     uses_rng: bool = False
     """Whether it may draw random numbers, which must be the same in the recomputation."""
 
 
-def apply_recompute(regions: Iterable[RecomputeRegion], mode: Literal["selective", "full"]) -> None:
+def apply_recompute(regions: Iterable[RecomputeRegion]) -> None:
     """Wrap every region; names of parameters stay as they are."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
-    for module, method, uses_rng in regions:
-        forward = partial(checkpoint, getattr(module, method), preserve_rng_state=uses_rng, **options)
-        setattr(module, method, forward)
+    for module, mode, method, uses_rng in regions:
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": uses_rng}
+        if mode == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
+        setattr(module, method, partial(checkpoint, getattr(module, method), **options))
 
 
 def _save_policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -2,14 +2,23 @@
 
 from typing import Literal, NamedTuple
 
+from danlu.spec.recompute import RecomputeLayers, RecomputeMode
+
 Recompute = Literal["none", "selective", "elementwise", "alternate", "latent", "full"]
 """Recomputed in the backward pass: `none`; `selective`, core attention (Megatron's `--recompute-granularity
 selective`); `elementwise`, all but matmuls and attention (a plan's "selective"); `alternate`, all but every second
 matmul and attention (torchtitan's selective `op`); `latent`, MLA's up-projections; `full`, everything (Megatron's
 `--recompute-granularity full`)."""
 
-PLAN_MODES: dict[str, Recompute] = {"none": "none", "selective": "elementwise", "full": "full"}
+PLAN_MODES: dict[RecomputeMode, Recompute] = {"none": "none", "selective": "elementwise", "full": "full"}
 """The modes of a plan."""
+
+
+def plan_recompute(recompute: RecomputeMode | RecomputeLayers, layers: int) -> Recompute | tuple[Recompute, ...]:
+    """A plan's recompute: one mode, or that of every layer."""
+    if isinstance(recompute, RecomputeLayers):
+        return tuple(PLAN_MODES[mode] for mode in recompute.modes(layers))
+    return PLAN_MODES[recompute]
 
 
 class Rerun(NamedTuple):

@@ -8,7 +8,7 @@ from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
-from danlu.ops.recompute import PLAN_MODES
+from danlu.ops.recompute import plan_recompute
 from danlu.planner.mesh_placement import GroupShapes, MeshPlacement
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
@@ -28,7 +28,7 @@ def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
     precision = request.recipe.precision
     return replace(
         DANLU,
-        recompute=PLAN_MODES[recompute],
+        recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
@@ -41,6 +41,7 @@ class PlanPricer:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
+        self._free_level: int | None = None
         self._exact: dict[PlanRecompute, Predictor] = {}
         self._relaxed: dict[PlanRecompute, Predictor] = {}
         self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
@@ -112,11 +113,7 @@ class PlanPricer:
     def with_free_level(self, level: int) -> "PlanPricer":
         """A pricer for the same request whose network level `level` is free."""
         other = PlanPricer(self.request)
-        for recompute in ("none", "selective", "full"):
-            network = self._predictor(recompute).context.network
-            links = list(network.links)
-            links[level] = Link(links[level].capacity, float("inf"), 0.0)
-            other._exact[recompute] = self._predictor(recompute).on(replace(network, links=tuple(links)))
+        other._free_level, other._exact = level, {}
         return other
 
     def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute) -> float:
@@ -152,7 +149,12 @@ class PlanPricer:
     def _predictor(self, recompute: PlanRecompute) -> Predictor:
         found = self._exact.get(recompute)
         if found is None:
-            found = self._exact[recompute] = self._new_predictor(recompute)
+            found = self._new_predictor(recompute)
+            if self._free_level is not None:
+                links = list(found.context.network.links)
+                links[self._free_level] = Link(links[self._free_level].capacity, float("inf"), 0.0)
+                found = found.on(replace(found.context.network, links=tuple(links)))
+            self._exact[recompute] = found
         return found
 
     def _new_predictor(self, recompute: PlanRecompute) -> Predictor:

@@ -109,7 +109,7 @@ def _table(plans: Sequence[PricedPlan], goodput: Goodput | None) -> str:
             degrees_text(priced),
             schedule_text(priced),
             f"{priced.microbatch_size} × {priced.candidate.shape.microbatches}",
-            priced.candidate.schedule.recompute,
+            str(priced.candidate.schedule.recompute),
             step_text(priced.seconds),
             formatting.count(priced.tokens_per_second),
             formatting.percent(priced.mfu),
@@ -200,7 +200,8 @@ def _schedule(best: PricedPlan) -> str:
         schedule.schedule, pp_ranks=shape.pp, microbatches=shown, stages_per_rank=schedule.stages_per_rank
     )
     # Recompute comes before the half for inputs.
-    backward = 3.0 if schedule.recompute == "full" else 2.0
+    modes = best.plan.recompute_modes(best.request.model.layers)
+    backward = 2.0 + modes.count("full") / len(modes)
     units: dict[ActionKind, float] = {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
     durations = {
         (kind, stage): units[kind] for stage in range(shape.pp * schedule.stages_per_rank) for kind in ACTION_KINDS

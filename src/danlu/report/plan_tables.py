@@ -89,7 +89,7 @@ def side_by_side(plans: list[tuple[str, PricedPlan]], goodput: Goodput | None) -
             degrees_text(priced),
             schedule_text(priced),
             f"{priced.microbatch_size} × {shape.microbatches}",
-            priced.candidate.schedule.recompute,
+            str(priced.candidate.schedule.recompute),
             reshard_text(priced),
             step_text(priced.seconds),
             count(priced.tokens_per_second),
