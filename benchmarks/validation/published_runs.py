@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from danlu.cost.calibration import Calibration
 from danlu.cost.parallel_layout import ParallelLayout
-from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, MLAConfig, Sharding, Software
+from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
+from danlu.ops.model_shape import MLAConfig
 from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.model import Model, Moe
 from danlu.spec.recipe import BatchConfig

@@ -63,11 +63,18 @@ def _tables(root: Schema, table: Schema, path: str, skipped: set[str], title: st
     required = _required(root, table)
     inner: list[str] = []
     for key, value in table["properties"].items():
-        resolved, is_list = _resolved(root, value)
+        word, table_form = value.get("oneOf", (None, None)) if "default" in value else (None, None)
+        if word:  # a word, or a table instead of it
+            value = {**value, **word}
+            del value["oneOf"]
+        resolved, is_list = _resolved(root, table_form or value)
         below = f"[{path}.{key}]" if path else f"[{key}]"
         header = f"[{below}]" if is_list else below
-        default = "**required**" if key in required or "oneOf" in value else _default(value, bool(resolved))
+        default = (
+            "**required**" if key in required or "oneOf" in value else _default(value, bool(resolved and not word))
+        )
         kind = f"table `{header}`" if resolved and not is_list else f"tables `{header}`" if resolved else _kind(value)
+        kind = f"{_kind(value)}, or a {kind}" if word else kind
         lines.append(f"| `{key}` | {kind} | {default} | {_range(value)} | {_text(value.get('description', ''))} |")
         if resolved and key not in skipped:
             inner += _tables(root, resolved, f"{path}.{key}".strip("."), set(), f"`{header}`")

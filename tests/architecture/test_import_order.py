@@ -1,16 +1,27 @@
 """Rooms import downwards only, and what runs on a login node does so without torch."""
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from source_tree import PACKAGE, ROOT, rooms
 
-WITHOUT_TORCH = ["danlu.spec", "danlu.cost", "danlu.planner", "danlu.report", "danlu.scheduler", "danlu.cli"]
+WITHOUT_TORCH = [
+    "danlu.spec",
+    "danlu.ops",
+    "danlu.cost",
+    "danlu.planner",
+    "danlu.report",
+    "danlu.scheduler",
+    "danlu.cli",
+]
 COMMANDS_WITHOUT_TORCH = [
     ["--help"],
     ["--version"],
@@ -68,6 +79,39 @@ def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
 
 
+def imports(node: ast.AST, inside_function: bool = False) -> Iterator[tuple[str, bool]]:
+    """Names that a file imports, those for type checking included, and whether inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, inside_function) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            yield from ((f"{child.module}.{alias.name}", inside_function) for alias in child.names)
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from imports(child, inside_function or is_function)
+
+
+def import_circle(package: Path, inside_functions: bool = False) -> list[str]:
+    """Files that import one another in a circle, if there is one.
+
+    That a file is imported through its folder's `__init__.py` is not counted: it is how Python finds it.
+    """
+    files = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        for name, lazy in imports(ast.parse(path.read_text("utf-8"))):
+            imported = name if name in files else name.rpartition(".")[0]
+            if imported in files and imported != module and (inside_functions or not lazy):
+                graph.setdefault(module, set()).add(imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The package and its contract, to be broken."""
@@ -87,6 +131,29 @@ def test_an_import_upwards_is_caught(copy: Path) -> None:
     result = lint_imports(copy)
     assert result.returncode != 0
     assert "danlu.spec.model -> danlu.cli" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("inside_functions", [False, True], ids=["at the top", "inside functions too"])
+def test_no_files_import_each_other_in_a_circle(inside_functions: bool) -> None:
+    assert import_circle(PACKAGE, inside_functions) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["from danlu.cost import context", "if TYPE_CHECKING:\n    from danlu.cost.context import CostContext"],
+    ids=["at run time", "for type checking"],
+)
+def test_a_circle_is_caught(copy: Path, text: str) -> None:
+    with (copy / "src/danlu/cost/operator_time.py").open("a") as file:
+        file.write(f"\n{text}\n")
+    assert {"danlu.cost.context", "danlu.cost.operator_time"} <= {*import_circle(copy / "src/danlu")}
+
+
+def test_a_circle_through_a_function_is_told_apart(copy: Path) -> None:
+    with (copy / "src/danlu/cost/operator_time.py").open("a") as file:
+        file.write("\n\ndef late() -> None:\n    from danlu.cost.context import CostContext\n")
+    assert import_circle(copy / "src/danlu") == []
+    assert "danlu.cost.context" in import_circle(copy / "src/danlu", inside_functions=True)
 
 
 def test_the_contract_knows_every_room() -> None:

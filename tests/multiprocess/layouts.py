@@ -8,6 +8,7 @@ from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.model import Model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, OptimizerConfig, PrecisionConfig, Recipe
+from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.toml import read
 
 STEPS = 10
@@ -114,6 +115,9 @@ def _layouts() -> list[Layout]:
     # Recompute and compile.
     dense("fsdp, recompute selective", shard=2, recompute="selective")
     dense("fsdp, recompute full", shard=2, recompute="full")
+    by_layer = RecomputeLayers(full="0, 3", selective="2")
+    dense("fsdp × 1f1b, recompute by layer", shard=2, pp=2, microbatches=4, recompute=by_layer)
+    moe("ep, recompute by layer", shard=2, ep=2, recompute=by_layer)
     dense("fsdp, compiled", shard=2, compile=True)
     dense("fsdp, recompute selective, compiled", shard=2, recompute="selective", compile=True)
     dense("tp, compiled", tp=2, compile=True)
@@ -162,7 +166,14 @@ LAYOUTS = _layouts()
 QUICK = (
     *("accumulate 4", "moe accumulate 4", "fsdp", "replicas", "tp", "cp", "gpt tied, tp", "moe ep"),
     *("moe ep, balanced by bias", "gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
-    *("fsdp, recompute selective", "fsdp, compiled", "hsdp, accumulate 2", "fsdp × tp", "tp × 1f1b"),
+    *(
+        "fsdp, recompute selective",
+        "fsdp × 1f1b, recompute by layer",
+        "fsdp, compiled",
+        "hsdp, accumulate 2",
+        "fsdp × tp",
+        "tp × 1f1b",
+    ),
     *("moe fsdp × ep", "moe cp × ep", "moe ep over tp", "moe fsdp × ep, fewer experts than ranks"),
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

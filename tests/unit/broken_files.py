@@ -198,6 +198,10 @@ CONTRADICTIONS = {
     "split-backward-resharded": _plan("pp = 2", f"reshard_after_forward = true\n{ZERO_BUBBLE}"),
     "split-backward-compiled": _plan("pp = 2", f"compile = true\n{ZERO_BUBBLE}"),
     "split-backward-recomputed": _plan("pp = 2", f'recompute = "selective"\n{ZERO_BUBBLE}'),
+    "split-backward-recomputed-by-layer": _plan(
+        "pp = 2", f'recompute = {{full = "0", selective = "1"}}\n{ZERO_BUBBLE}'
+    ),
+    "recompute-unknown-layer": _plan("shard = 2", 'recompute = {full = "0-1", selective = "2-9"}'),
     "pipeline-ignored": _plan("shard = 2", 'pipeline = {schedule = "zbv", stages_per_rank = 2, layers = [2, 2]}'),
     "pipeline-starved": _plan("pp = 4", "microbatches = 2"),
     "interleaved-rounds": _plan(

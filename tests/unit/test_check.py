@@ -90,7 +90,7 @@ def test_suggested_number_mends_it(name: str) -> None:
     """Where a suggestion is `key = value`, doing as it says silences that problem and raises no other about the key."""
     arguments = CONTRADICTIONS[name].write(Path())
     problem = _problems(arguments)[0]
-    found = re.match(r"(\w+) = (\d+|true|false|\"\w+\"|\[[\d, ]+\])", problem["suggestion"])
+    found = re.match(r"(\w+) = (\d+|true|false|\"[\w-]+\"|\[[\d, ]+\])", problem["suggestion"])
     assert found, problem["suggestion"]
     table = [*re.split(r"[.\[\]]+", problem["key"])]
     table = table if problem["key"] == "degrees" else table[:-1] if found[1] == table[-1] else table

@@ -11,8 +11,11 @@ from danlu.cost.collectives import (
     build_network,
     dedup_dispatch_time,
     p2p_time,
+    reduce_scatter_time,
     wire_bytes,
 )
+from danlu.cost.measured_times import CollectiveTimes
+from danlu.spec.cluster import CollectiveCurve
 from danlu.spec.load import load_cluster
 
 NODE, FABRIC = Link(8, 300e9, 0.0), Link(64, 25e9, 0.0)
@@ -112,3 +115,23 @@ def test_bytes_on_the_wire_are_those_of_rings(operation: str, sent: float) -> No
 def test_a_collective_whose_traffic_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="'scatter'"):
         wire_bytes("scatter", 8, GIGA)
+
+
+def test_an_algorithm_is_priced_by_its_name_and_the_library_takes_the_fastest() -> None:
+    network = Network((Link(64, 25e9, latency=1e-6),), 0.0)
+    ring, tree = (all_reduce_time(network, (64,), 1.0, algorithm=each) for each in ("ring", "tree"))
+    assert ring == pytest.approx(2 * 63 * 1e-6, rel=1e-3)
+    assert tree == pytest.approx(2 * 6 * 1e-6, rel=1e-3)
+    assert all_reduce_time(network, (64,), 1.0) == tree
+    assert all_gather_time(network, (64,), 1.0, "ring") == all_gather_time(network, (64,), 1.0)
+    with pytest.raises(ValueError, match="all_to_all must be library or direct, but is tree"):
+        all_to_all_time(network, (64,), 1.0, "tree")
+
+
+def test_measured_times_are_those_of_the_library_alone() -> None:
+    curve = CollectiveCurve(operation="all_gather", ranks=8, sizes=(1.0, 1e9), seconds=(1.0, 1.0))
+    network = Network((Link(8, 300e9, 0.0, measured=CollectiveTimes((curve,))),), 0.0)
+    assert all_gather_time(network, (8,), GIGA) == pytest.approx(1.0)
+    assert reduce_scatter_time(network, (8,), GIGA) == pytest.approx(1.0), "not measured by itself"
+    for timed in (all_gather_time, reduce_scatter_time):
+        assert timed(network, (8,), GIGA, "ring") == pytest.approx(GIGA * 7 / 8 / 300e9)

@@ -141,9 +141,9 @@ def test_experts_are_dispatched_as_measured() -> None:
 
 
 def test_what_was_not_probed_is_said() -> None:
-    (note,) = Predictor(DENSE, BATCH, probed(), DANLU, dtype="fp32").assumptions
+    (note,) = Predictor(DENSE, BATCH, probed(), DANLU, dtype="fp32").context.assumptions
     assert "bf16" in note and "fp32" in note
-    (note,) = Predictor(DENSE, BATCH, probed(operators={}), DANLU).assumptions
+    (note,) = Predictor(DENSE, BATCH, probed(operators={}), DANLU).context.assumptions
     assert "no calibration for unheard of" in note
 
 

@@ -1,6 +1,5 @@
 """The formulas for Danlu's own memory, FLOPs and traffic, compared with its dry run."""
 
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -19,6 +18,7 @@ from danlu.planner.pricing import software_for
 from danlu.spec.load import load_cluster, load_model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
+from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.trace import Trace
 
 POD = load_cluster("h100-pod")
@@ -34,6 +34,8 @@ DENSE = {
     "fsdp, recomputed, accumulated": (plan(shard=8, recompute="full", microbatches=2), 32),
     "fsdp, selective": (plan(shard=8, recompute="selective"), 8),
     "fsdp × tp, selective": (plan(shard=4, tp=8, recompute="selective"), 8),
+    "fsdp, by layer": (plan(shard=8, recompute=RecomputeLayers(full="0-3", selective="4-5")), 8),
+    "1f1b × tp, by layer": (plan(pp=2, shard=2, tp=2, microbatches=4, recompute=RecomputeLayers(full="2-5")), 8),
     "hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
     "hsdp × cp, selective": (plan(replicate=2, shard=4, cp=2, recompute="selective"), 8),
     "gpipe × tp": (plan("gpipe", pp=2, tp=2, shard=2, microbatches=4), 8),
@@ -53,6 +55,7 @@ EXPERTS = {
     "ep": (plan(shard=8, ep=8), 8),
     "ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
     "1f1b × ep, recomputed": (plan(pp=2, shard=4, ep=4, recompute="full", microbatches=4), 16),
+    "ep, by layer": (plan(shard=8, ep=8, recompute=RecomputeLayers(selective="0-2", full="5-7")), 8),
     "interleaved × ep × tp": (plan("interleaved", 2, pp=2, shard=4, tp=2, ep=4, microbatches=4), 16),
 }
 IN_FULL = {
@@ -66,25 +69,33 @@ IN_FULL = {
 CASES = [*DENSE, *EXPERTS, *IN_FULL]
 
 
+def recipe_of(name: str) -> Recipe:
+    """Eight layers of a model with experts or without."""
+    wanted, sequences = (DENSE | EXPERTS | IN_FULL)[name]
+    return Recipe(
+        name="dry",
+        steps=1,
+        model=load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8}),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=sequences, length=4096),
+        precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),
+    )
+
+
+def formulas_of(recipe: Recipe, wanted: Plan) -> Predictor:
+    """With nothing hidden behind anything; counts and bytes do not depend on that."""
+    question = PlanRequest(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
+    serial = replace(software_for(question, wanted.recompute), overlap_grad_reduce=False, overlap_p2p_comm=False)
+    return Predictor(recipe.decoder, recipe.batch, POD, serial, recipe.precision.compute)
+
+
 @cache
 def both(name: str) -> tuple[Predictor, Plan, dict[int, Trace]]:
     """The formulas of a layout, and the dry runs of its first and last pp rank."""
-    wanted, sequences = (DENSE | EXPERTS | IN_FULL)[name]
-    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8})
-    precision = PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16")
-    recipe = Recipe(
-        name="dry",
-        steps=1,
-        model=model,
-        data=DataConfig(shards="none"),
-        batch=BatchConfig(sequences=sequences, length=4096),
-        precision=precision,
-    )
-    question = PlanRequest(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
-    formulas = Predictor(model, recipe.batch, POD, software_for(question, wanted.recompute), precision.compute)
+    recipe, (wanted, _) = recipe_of(name), (DENSE | EXPERTS | IN_FULL)[name]
     first_of = dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist()
     run = dry_run_ranks(recipe, wanted, POD, sorted({first_of[0], first_of[-1]}))
-    return formulas, wanted, {trace.place["pp"]: trace for trace in run.traces}
+    return formulas_of(recipe, wanted), wanted, {trace.place["pp"]: trace for trace in run.traces}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,15 +155,24 @@ def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
 
 
 def _parts(formulas: Predictor, wanted: Plan, bandwidth: float) -> dict[str, float]:
-    """Seconds of a step by part on one wire, with nothing hidden behind anything."""
-    priced = copy(formulas)
-    priced.network = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
-    priced.software = replace(formulas.software, overlap_grad_reduce=False, overlap_p2p_comm=False)
-    priced._groups, priced._layers = {}, {}
-    return priced.predict(layout_from_plan(wanted, POD)).parts
+    """Seconds of a step by part on one wire."""
+    wire = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
+    return formulas.on(wire).predict(layout_from_plan(wanted, POD)).parts
 
 
 def test_a_spread_of_layouts_is_compared() -> None:
     schedules = {wanted.pipeline.schedule for wanted, _ in DENSE.values() if wanted.degrees.pp > 1}
     assert schedules == {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"}
     assert len(CASES) >= 10
+
+
+def test_recompute_of_some_layers_takes_what_lies_between() -> None:
+    """In the dry run and in the formulas: between no recompute and all of it, in bytes and in FLOPs."""
+    recipe = recipe_of("fsdp, by layer")
+    plans = [plan(shard=8), DENSE["fsdp, by layer"][0], plan(shard=8, recompute="full")]
+    traces = [dry_run_ranks(recipe, each, POD, [0]).traces[0] for each in plans]
+    steps = [formulas_of(recipe, each).predict(layout_from_plan(each, POD)) for each in plans]
+    for taken in ([trace.peak.total for trace in traces], [step.memory.allocated for step in steps]):
+        assert taken == sorted(taken, reverse=True) and len(set(taken)) == 3, taken
+    for spent in ([trace.flops for trace in traces], [step.seconds for step in steps]):
+        assert spent == sorted(spent) and len(set(spent)) == 3, spent

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from danlu.cost.layer_time import LocalShape
-from danlu.cost.memory import ReplicaCounts, layer_activation_bytes, logits_memory, microbatches_in_flight, state_bytes
-from danlu.cost.model_shape import model_shape
+from danlu.cost.memory import ReplicaCounts, microbatches_in_flight, state_bytes
 from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
 from danlu.cost.stage_contents import RankParameters, rank_parameters, stage_contents
+from danlu.ops.embedding_head import logit_elements
+from danlu.ops.layer import saved_bytes
+from danlu.ops.layer_shard import LayerShard
+from danlu.ops.model_shape import model_shape
 from danlu.spec.load import load_model
 from danlu.spec.model import Model
 
@@ -18,8 +20,10 @@ GPT = Model(vocabulary=51200, layers=4, width=1024, heads=16, activation="gelu",
 MEGATRON = Software(recompute="none", sequence_parallel=False)
 
 
-def cut(tp: int = 1, cp: int = 1, sequences: int = 1) -> LocalShape:
-    return LocalShape(sequences, 2048, tp, cp, 1, (tp,), (1,), (1,), (cp,))
+def kept(software: Software = MEGATRON, tp: int = 1, cp: int = 1) -> float:
+    """Bytes that a layer saves for its backward pass."""
+    shard = LayerShard(model_shape(GPT), 1, 2048, tp, cp, sequence_parallel=software.sequence_parallel)
+    return saved_bytes(shard, software.saving(software.recompute or "none", fp8=False), moe=False)
 
 
 @pytest.mark.parametrize(
@@ -51,36 +55,29 @@ def test_experts_are_split_over_fewer_ranks() -> None:
 
 def test_activations_of_a_layer_as_published() -> None:
     # Korthikanti et al. (2022): 34 · s · b · h with flash attention, two of them masks of dropout, which is not used
-    shape, stream = model_shape(GPT), 2048 * 1024
-    assert layer_activation_bytes(shape, cut(), MEGATRON, moe=False) == pytest.approx(32 * stream)
+    stream = 2048 * 1024
+    assert kept() == pytest.approx(32 * stream)
     # without sequence parallelism: s · b · h · (8 + 24 / t)
-    assert layer_activation_bytes(shape, cut(tp=4), MEGATRON, moe=False) == pytest.approx((8 + 24 / 4) * stream)
+    assert kept(tp=4) == pytest.approx((8 + 24 / 4) * stream)
     # with it everything is divided
     spread = replace(MEGATRON, sequence_parallel=True)
-    assert layer_activation_bytes(shape, cut(tp=4), spread, moe=False) == pytest.approx(32 / 4 * stream)
+    assert kept(spread, tp=4) == pytest.approx(32 / 4 * stream)
 
 
 def test_recompute_keeps_the_input_alone() -> None:
     full = replace(MEGATRON, recompute="full")
-    assert layer_activation_bytes(model_shape(GPT), cut(), full, moe=False) == 2 * 2048 * 1024
+    assert kept(full) == 2 * 2048 * 1024
 
 
 def test_scores_in_memory_take_five_bytes_each() -> None:
     old = replace(MEGATRON, attention="fused")
-    shape = model_shape(GPT)
-    more = layer_activation_bytes(shape, cut(), old, moe=False) - layer_activation_bytes(
-        shape, cut(), MEGATRON, moe=False
-    )
-    assert more == 5 * 16 * 2048**2
+    assert kept(old) - kept() == 5 * 16 * 2048**2
     selective = replace(old, recompute="selective")
-    assert layer_activation_bytes(shape, cut(), selective, moe=False) == pytest.approx(32 * 2048 * 1024)
+    assert kept(selective) == pytest.approx(32 * 2048 * 1024)
 
 
 def test_context_parallelism_divides_tokens() -> None:
-    shape = model_shape(GPT)
-    assert layer_activation_bytes(shape, cut(cp=2), MEGATRON, moe=False) == pytest.approx(
-        layer_activation_bytes(shape, cut(), MEGATRON, moe=False) / 2
-    )
+    assert kept(cp=2) == pytest.approx(kept() / 2)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,8 @@ def test_interleaving_holds_more_as_published() -> None:
 
 
 def test_logits_of_a_large_vocabulary() -> None:
-    assert logits_memory(model_shape(GPT), cut(tp=4), MEGATRON) == pytest.approx(14 * 2048 * 51200 / 4)
+    shard = LayerShard(model_shape(GPT), 1, 2048, tp=4)
+    assert MEGATRON.logit_bytes * logit_elements(shard) == 14 * 2048 * 51200 / 4
 
 
 def test_parameters_of_the_stages_are_those_of_the_model() -> None:

@@ -9,7 +9,7 @@ import pytest
 from danlu.cost.calibration import load_calibration
 from danlu.cost.collectives import Link, Network
 from danlu.cost.overlap import exposed_time
-from danlu.cost.parallel_layout import ParallelLayout, layout_from_plan
+from danlu.cost.parallel_layout import LayoutGroups, ParallelLayout, layout_from_plan
 from danlu.cost.parameter_count import count_parameters, flops_per_token
 from danlu.cost.pipeline_formula import StageTime, pipeline_time
 from danlu.cost.pipeline_schedules import pipeline_actions
@@ -168,9 +168,10 @@ def test_the_closed_form_counts_every_way_once() -> None:
 
 def test_a_pipeline_hops_over_the_level_between_two_ranks() -> None:
     inside, across = POD.levels[0].fanout, 4
-    places = Predictor(LLAMA, BATCH, POD).groups(ParallelLayout(pp=across * 2, tp=inside // 2))
+    network = Predictor(LLAMA, BATCH, POD).context.network
+    places = LayoutGroups(ParallelLayout(pp=across * 2, tp=inside // 2), network, expert_tp=1)
     assert [places.p2p_level(rank) for rank in range(4)] == [0, 1, 0, 1]
-    places = Predictor(LLAMA, BATCH, POD).groups(ParallelLayout(pp=across, tp=inside))
+    places = LayoutGroups(ParallelLayout(pp=across, tp=inside), network, expert_tp=1)
     assert [places.p2p_level(rank) for rank in range(3)] == [1, 1, 1]
 
 
@@ -245,8 +246,8 @@ def test_replicas_of_a_pipeline_sum_their_gradients_at_the_end_of_a_step() -> No
         parts = []
         for bandwidth in (1.0, inf):
             predictor = Predictor(LLAMA, BATCH, POD, replace(DANLU, overlap_grad_reduce=False))
-            predictor.network = Network((Link(layout.world, bandwidth, latency=0.0),), collective_latency=0.0)
-            parts.append(predictor.predict(layout).parts["gradients"])
+            wire = Network((Link(layout.world, bandwidth, latency=0.0),), collective_latency=0.0)
+            parts.append(predictor.on(wire).predict(layout).parts["gradients"])
         return parts[0] - parts[1]
 
     alone = sent(replicate=1)

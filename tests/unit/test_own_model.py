@@ -19,6 +19,7 @@ from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.problem import SpecError
 from danlu.spec.recipe import BatchConfig, DataConfig, LayerPrecision, PrecisionConfig, Recipe
+from danlu.spec.recompute import RecomputeLayers
 
 HERE = str(Path(__file__).parent)
 
@@ -53,6 +54,12 @@ WRONG: dict[str, tuple[str, Plan, dict[str, Any], str]] = {
     "other scores": ("Pair", Plan(), {}, r"returns dict, but must return a tensor of logits"),
     "other vocabulary": ("Chain", Plan(), {"vocabulary": 17}, r"model\.vocabulary.*\[4, 6, 17\].*\[4, 6, 16\]"),
     "no such list": ("Chain", Plan(), {"blocks": "layer"}, r"model\.blocks.*did you mean `layers`"),
+    "recompute of a layer it lacks": (
+        "Chain",
+        Plan(recompute=RecomputeLayers(full="0, 9")),
+        {},
+        r"recompute\.full.*names layer 9, but the model has layers 0 to \d",
+    ),
     "recompute without layers": ("NoLayers", Plan(recompute="full"), {}, r"recompute.*nn\.ModuleList"),
     "compile without layers": ("NoLayers", Plan(compile=True), {}, r"compile.*nn\.ModuleList"),
     "pipeline without layers": ("NoLayers", PIPELINE, {}, r"degrees\.pp.*nn\.ModuleList"),
@@ -161,9 +168,7 @@ def test_recompute_draws_the_same_dropout_again() -> None:
         build_module(own("Chain", arguments={"dropout": 0.5})),
     )
     again.load_state_dict(plain.state_dict())
-    apply_recompute(
-        (RecomputeRegion(layer, uses_rng=True) for layer in again.get_submodule("layers").children()), "full"
-    )
+    apply_recompute(RecomputeRegion(layer, "full", uses_rng=True) for layer in again.get_submodule("layers").children())
     tokens = torch.arange(12).view(2, 6)
     for module in (plain, again):
         torch.manual_seed(3)

@@ -18,6 +18,7 @@ from danlu.framework.state import TrainState
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import LRSchedule, Recipe
+from danlu.spec.recompute import RecomputeLayers
 
 BAR = 1e-5
 
@@ -63,6 +64,10 @@ CASES: dict[str, tuple[Recipe, Plan]] = {
     "a module with dropout": (recipe(own("PlainModel", layers=2, dropout=0.2)), Plan()),
     "a module with dropout, accumulate 4": (recipe(own("PlainModel", layers=2, dropout=0.2)), Plan(microbatches=4)),
     "a module with dropout, recompute": (recipe(own("PlainModel", layers=2, dropout=0.2)), Plan(recompute="full")),
+    "a module with dropout, recompute by layer": (
+        recipe(own("PlainModel", layers=2, dropout=0.2)),
+        Plan(recompute=RecomputeLayers(selective="0", full="1")),
+    ),
     "constant": (recipe(Model(**SHAPE), schedule=LRSchedule(kind="constant")), Plan()),
     "linear": (recipe(Model(**SHAPE), schedule=LRSchedule(kind="linear", warmup=2, final=0.0)), Plan()),
     "warm-up, stable, decay": (recipe(Model(**SHAPE), schedule=LRSchedule(kind="wsd", warmup=2, decay=4)), Plan()),

@@ -161,3 +161,16 @@ def test_a_heavy_head_gets_fewer_layers_beside_it() -> None:
     even = best.plan.model_copy(update={"pipeline": best.plan.pipeline.model_copy(update={"layers": ()})})
     assert best.seconds < price_plan(asked, even).seconds
     assert price_plan(asked, best.plan).seconds == best.seconds
+
+
+def test_a_bound_does_not_depend_on_what_was_bounded_before() -> None:
+    """Groups of the same size lie on links of other speeds once their placement is known."""
+    asked = SMALL["experts"]
+    candidate = candidate_from_plan(Plan(degrees=Degrees(tp=4, shard=2, ep=4)))
+    inner = list(PlacementEnumerator(asked.cluster).by_layer_axes(candidate.degrees))
+    alone = [PlanPricer(asked).lower_bound(candidate, known=known).seconds for known in ((), *inner)]
+    assert len(set(alone)) > 1, "or there is nothing to confuse"
+    pricer = PlanPricer(asked)
+    for known, seconds in reversed(list(zip(((), *inner), alone, strict=True))):
+        assert pricer.lower_bound(candidate, known=known).seconds == seconds
+    assert pricer.shape_lower_bound(candidate.shape, None) == PlanPricer(asked).shape_lower_bound(candidate.shape, None)

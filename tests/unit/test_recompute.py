@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from danlu.framework.decoder_parallelism import decoder_recompute_regions
 from danlu.framework.init_weights import init_weights
 from danlu.framework.transformer import Decoder
-from danlu.memory.recompute import apply_recompute
+from danlu.memory.recompute import RecomputeRegion, apply_recompute
 from danlu.spec.load import load_model
 
 Mode = Literal["none", "selective", "full"]
@@ -49,8 +49,7 @@ def decoder(name: str, mode: Mode) -> Decoder:
     model = load_model(name).model_copy(update={"layers": 2})
     made = Decoder(model)
     init_weights([made], model, seed=0)
-    if mode != "none":
-        apply_recompute(decoder_recompute_regions(made, mode), mode)
+    apply_recompute(decoder_recompute_regions(made, [mode] * model.layers))
     return made
 
 
@@ -96,11 +95,36 @@ def test_recompute_of_a_region_calls_it_twice() -> None:
     block = made.blocks["0"]
     plain = block.forward
     block.forward = partial(_counted, plain, calls)  # type: ignore[method-assign]
-    apply_recompute(decoder_recompute_regions(made, "full"), "full")
+    apply_recompute(decoder_recompute_regions(made, ("full", "none")))
     loss = made(batch()).sum()
     assert len(calls) == 1
     loss.backward()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
+def test_layers_may_have_modes_of_their_own(name: str) -> None:
+    """Between its neighbors in memory, and the same gradients."""
+    kept, gradients = {}, {}
+    for modes in (("none", "none"), ("full", "none"), ("none", "full"), ("selective", "full"), ("full", "full")):
+        made = decoder(name, "none")
+        apply_recompute(decoder_recompute_regions(made, modes))
+        with Made(made.parameters()) as record:
+            loss = made(batch()).square().mean()
+        kept[modes] = record.bytes_alive()
+        loss.backward()
+        gradients[modes] = [p.grad for p in made.parameters() if p.grad is not None]
+    assert kept["full", "full"] < kept["selective", "full"] < kept["none", "full"] < kept["none", "none"], kept
+    assert kept["full", "full"] < kept["full", "none"] < kept["none", "none"], kept
+    for modes, found in gradients.items():
+        assert all(torch.equal(one, other) for one, other in zip(found, gradients["none", "none"], strict=True)), modes
+
+
+def test_a_stage_recomputes_its_own_layers() -> None:
+    """Layers are counted over the model, not from the start of a stage."""
+    made = Decoder(load_model("tiny-llama"), range(2, 4), first=False)
+    regions = list(decoder_recompute_regions(made, ("full", "full", "none", "selective")))
+    assert regions == [RecomputeRegion(made.blocks["3"], "selective")]
 
 
 def _counted(forward: Callable[[Tensor], Tensor], calls: list[int], x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from danlu.spec import Cluster, Plan, Recipe, SpecError, toml
 from danlu.spec.divisors import closest_divisor, closest_multiple, divisors
 from danlu.spec.load import load_cluster, load_model, load_plan, load_recipe
 from danlu.spec.quantity import Bandwidth, Bytes, Flops, Seconds
+from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.schema import FILE_KINDS, json_schema
 
 NASTY = '''\
@@ -176,9 +177,36 @@ def test_recipe_there_and_back(text: str, tmp_path: Path) -> None:
 
 def test_plan_there_and_back(tmp_path: Path) -> None:
     _there_and_back(load_plan, "", tmp_path)
+    _there_and_back(load_plan, 'recompute = {full = "0-3, 5", selective = "4"}\n', tmp_path)
     _there_and_back(
         load_plan, "microbatches = 4\ndegrees.tp = 2\nmapping.tp = {node = 2}\npipeline.layers = [1, 3]\n", tmp_path
     )
+
+
+def test_recompute_by_layer() -> None:
+    plan = Plan(recompute=RecomputeLayers(full="0-1, 5", selective="3"))
+    assert plan.recompute_modes(7) == ("full", "full", "none", "selective", "none", "full", "none")
+    assert Plan(recompute="full").recompute_modes(2) == ("full", "full")
+    assert str(plan.recompute) == "full 0-1, 5, selective 3"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{full = "0-3", selective = "3-4"}', r"recompute\.selective: must not name layer 3 again"),
+        ('{full = "0-3, 2"}', r"recompute\.full: must not name layer 2 again"),
+        ('{full = "3-1"}', r"recompute\.full: must have ranges that count upwards .*but has 3-1"),
+        ('{full = "0-100000"}', r"recompute\.full: must have ranges .*below 100,000"),
+        ('{full = "first"}', r"recompute\.full: is \"first\""),
+        ('{fully = "0-3"}', r"recompute\.fully: is not a setting.*(\n.*)*`full`"),
+        ("{}", r"recompute\.full: must name layers, or"),
+        ('"ful"', r'recompute: is "ful", but must be one of none, selective, full'),
+    ],
+)
+def test_recompute_that_cannot_be_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(f"recompute = {text}\n")
+    with pytest.raises(SpecError, match=told):
+        load_plan(tmp_path / "plan.toml")
 
 
 def _there_and_back(load: Any, text: str, folder: Path) -> None:

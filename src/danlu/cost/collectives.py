@@ -11,12 +11,24 @@ knows what a rank sends; the times of gathers and reductions and the traffic of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2
+from typing import Literal
 
 from danlu.cost.measured_times import CollectiveTimes
 from danlu.spec.cluster import Cluster, CollectiveOp
 
 GroupShape = tuple[int, ...]
 """Members of a group on each level, relative to the level below: (8, 4) is 4 nodes of 8."""
+
+CollectiveAlgorithm = Literal["library", "ring", "tree", "direct"]
+"""How a collective runs: `library`, as measured where the level was probed, else as the fastest of those the library
+chooses from; `ring`, rings on all levels at once; `tree`, the same bytes in fewer rounds; `direct`, every pair by
+itself."""
+LIBRARY_ALGORITHMS: dict[str, tuple[CollectiveAlgorithm, ...]] = {
+    "all_gather": ("ring",),
+    "all_reduce": ("ring", "tree"),
+    "all_to_all": ("direct",),
+}
+"""What a library chooses from; reduce-scatter is priced as the all-gather."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,11 @@ class Network:
 
     links: tuple[Link, ...]
     collective_latency: float
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Chips inside every level: all that shapes of groups depend on."""
+        return tuple([link.capacity for link in self.links])
 
     def group_shape(self, ranks: int, stride: int) -> GroupShape:
         """The shape of a group whose neighbors are `stride` ranks apart, with ranks placed in order."""
@@ -86,58 +103,88 @@ def build_network(cluster: Cluster, inner: float, outer: float, start: float, ri
     return Network(tuple(links), start)
 
 
-def all_gather_time(network: Network, span: GroupShape, gathered: float) -> float:
+def all_gather_time(
+    network: Network, span: GroupShape, gathered: float, algorithm: CollectiveAlgorithm = "library"
+) -> float:
     """Seconds until every member has all `gathered` bytes."""
-    known = _measured(network, "all_gather", span, gathered)
-    if known is not None:
-        return known
-    slowest, latency, inside = 0.0, 0.0, 1
-    for ranks, link in zip(span, network.links, strict=True):
-        if ranks > 1:
-            sent = wire_bytes("all_gather", ranks, gathered / ranks)
-            slowest = max(slowest, sent / min(inside * link.bandwidth, link.ring_bandwidth))
-            latency += (ranks - 1) * link.latency
-            inside *= ranks
-    return network.collective_latency + latency + slowest if inside > 1 else 0.0
+    return _collective_time(network, "all_gather", span, gathered, algorithm)
 
 
-def reduce_scatter_time(network: Network, span: GroupShape, reduced: float) -> float:
+def reduce_scatter_time(
+    network: Network, span: GroupShape, reduced: float, algorithm: CollectiveAlgorithm = "library"
+) -> float:
     """Seconds until every member has its shard of the sum of `reduced` bytes: as long as gathering them."""
-    known = _measured(network, "reduce_scatter", span, reduced)
-    return all_gather_time(network, span, reduced) if known is None else known
+    known = _measured(network, "reduce_scatter", span, reduced) if algorithm == "library" else None
+    return all_gather_time(network, span, reduced, algorithm) if known is None else known
 
 
-def all_reduce_time(network: Network, span: GroupShape, reduced: float) -> float:
-    """Seconds until every member has the sum of `reduced` bytes: a scatter and a gather, by rings or trees."""
-    known = _measured(network, "all_reduce", span, reduced)
-    if known is not None:
-        return known
-    slowest, ring, tree, inside = 0.0, 0.0, 0.0, 1
+def all_reduce_time(
+    network: Network, span: GroupShape, reduced: float, algorithm: CollectiveAlgorithm = "library"
+) -> float:
+    """Seconds until every member has the sum of `reduced` bytes: a scatter and a gather."""
+    return _collective_time(network, "all_reduce", span, reduced, algorithm)
+
+
+def all_to_all_time(
+    network: Network, span: GroupShape, held: float, algorithm: CollectiveAlgorithm = "library"
+) -> float:
+    """Seconds until every member has sent `held` bytes in equal parts to all members, itself included."""
+    return _collective_time(network, "all_to_all", span, held, algorithm)
+
+
+def _collective_time(
+    network: Network, operation: CollectiveOp, span: GroupShape, size: float, algorithm: CollectiveAlgorithm
+) -> float:
+    if group_size(span) == 1:
+        return 0.0
+    choices = LIBRARY_ALGORITHMS[operation]
+    if algorithm == "library":
+        known = _measured(network, operation, span, size)
+        if known is not None:
+            return known
+    elif algorithm in choices:
+        choices = (algorithm,)
+    else:
+        expected = " or ".join(("library", *choices))
+        raise ValueError(f"the algorithm of {operation} must be {expected}, but is {algorithm}")
+    if operation == "all_to_all":
+        busy = _direct_seconds(network, span, size)
+    else:
+        busy = _ring_seconds(network, operation, span, size)
+    turns = 2 if operation == "all_reduce" else 1
+    latency = min(_latency(network, span, turns, each) for each in choices)
+    return network.collective_latency + latency + busy
+
+
+def _latency(network: Network, span: GroupShape, turns: int, algorithm: CollectiveAlgorithm) -> float:
+    """Seconds of the rounds of all levels: one per other rank, or their logarithm for trees."""
+    latency = 0.0
+    for ranks, link in zip(span, network.links, strict=True):
+        latency += turns * (log2(ranks) if algorithm == "tree" else ranks - 1) * link.latency
+    return latency
+
+
+def _ring_seconds(network: Network, operation: CollectiveOp, span: GroupShape, size: float) -> float:
+    """Seconds that the slowest level is busy; what is inside a level is gathered or reduced first."""
+    slowest, inside = 0.0, 1
     for ranks, link in zip(span, network.links, strict=True):
         if ranks > 1:
-            sent = wire_bytes("all_reduce", ranks, reduced)
+            sent = wire_bytes(operation, ranks, size / ranks if operation == "all_gather" else size)
             slowest = max(slowest, sent / min(inside * link.bandwidth, link.ring_bandwidth))
-            ring += 2 * (ranks - 1) * link.latency
-            tree += 2 * log2(ranks) * link.latency
             inside *= ranks
-    return network.collective_latency + min(ring, tree) + slowest if inside > 1 else 0.0
+    return slowest
 
 
-def all_to_all_time(network: Network, span: GroupShape, held: float) -> float:
-    """Seconds until every member has sent `held` bytes in equal parts to all members, itself included."""
-    known = _measured(network, "all_to_all", span, held)
-    if known is not None:
-        return known
-    total = group_size(span)
-    slowest, latency, inside = 0.0, 0.0, 1
+def _direct_seconds(network: Network, span: GroupShape, held: float) -> float:
+    """Seconds that the slowest level is busy if every pair of ranks exchanges its part by itself."""
+    slowest, inside, total = 0.0, 1, group_size(span)
     for index, (ranks, link) in enumerate(zip(span, network.links, strict=True)):
         if ranks > 1:
             # The innermost level has its own wires; what leaves a node passes every level.
             reached = inside * ranks if index == 0 else total
             slowest = max(slowest, held * (reached - inside) / total / link.bandwidth)
-            latency += link.latency * (ranks - 1)
             inside *= ranks
-    return network.collective_latency + latency + slowest if inside > 1 else 0.0
+    return slowest
 
 
 def dedup_dispatch_time(network: Network, span: GroupShape, token: float, tokens: float, top_k: int) -> float:

@@ -1,35 +1,40 @@
 """Local shapes of a layout: layers per pp rank, shape of a microbatch, groups over which states are sharded."""
 
-from typing import TYPE_CHECKING
-
-from danlu.cost.layer_time import LocalShape
+from danlu.cost.context import CostContext
+from danlu.cost.layer_time import LayerTime, LocalShape
+from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.software import HSDP, ZERO_3
-from danlu.cost.stage_contents import RankParameters, StageContents, rank_parameters, stage_contents
-
-if TYPE_CHECKING:
-    from danlu.cost.step_prediction import Predictor
+from danlu.cost.stage_contents import LayerKind, RankParameters, StageContents, rank_parameters, stage_contents
+from danlu.ops.layer_shard import LayerShard
 
 
 class LayoutShapes:
     """The local shapes of one layout, from which every prediction of it starts."""
 
-    def __init__(self, predictor: "Predictor", layout: ParallelLayout) -> None:
-        self.predictor, self.layout = predictor, layout
-        self.shape, self.software = predictor.shape, predictor.software
-        self.overheads, self.network, self.device = predictor.overheads, predictor.network, predictor.device
+    def __init__(self, context: CostContext, layout: ParallelLayout, cache: LayoutCache) -> None:
+        self.context, self.layout, self._cache = context, layout, cache
+        self.shape, self.software = context.shape, context.software
+        self.overheads, self.network, self.device = context.overheads, context.network, context.device
         self.sharding = self.software.sharding or (HSDP if layout.replicate > 1 else ZERO_3)
-        self.groups = predictor.groups(layout)
+        self.groups = cache.groups(context, layout)
         splits = self.sharding.gradients != "none" and self.software.reduce_every_microbatch
         self.defers_reduce = splits and self.software.defer_reduce_in_pipeline and layout.pp > 1
         self.reduces_every_microbatch = splits and not self.defers_reduce
-        self.local = LocalShape(
-            sequences=max(1, predictor.batch.sequences // (layout.dp * layout.microbatches)),
-            length=predictor.batch.length,
+        self.shard = LayerShard(
+            model=self.shape,
+            sequences=max(1, context.batch.sequences // (layout.dp * layout.microbatches)),
+            length=context.batch.length,
             tp=layout.tp,
             cp=layout.cp,
             ep=layout.ep,
-            tp_group=self.groups.tp,
+            sequence_parallel=self.software.sequence_parallel,
+            expert_tp=self.software.expert_tp,
+            expert_imbalance=self.software.expert_imbalance,
+        )
+        self.local = LocalShape(
+            self.shard,
+            self.groups.tp,
             ep_group=self.groups.ep,
             etp_group=self.groups.expert_tp,
             cp_group=self.groups.cp,
@@ -41,8 +46,17 @@ class LayoutShapes:
             layout.stage_layers,
             count_embedding_and_head=self.software.count_embedding_and_head,
             zigzag=layout.schedule == "zbv",
+            recompute=self.software.recompute or "none",
         )
 
     def rank_parameters(self, contents: StageContents) -> RankParameters:
         """Parameters of a rank before they are sharded over data-parallel ranks."""
         return rank_parameters(self.shape, contents, self.layout.tp, self.layout.ep, self.software.expert_tp)
+
+    def layer_time(self, kind: LayerKind) -> LayerTime:
+        """Time of one layer for one microbatch."""
+        return self._cache.layer_time(self.context, self.local, kind)
+
+    def layer_bytes(self, kind: LayerKind) -> tuple[float, float]:
+        """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
+        return self._cache.layer_bytes(self.context, self.shard, kind)

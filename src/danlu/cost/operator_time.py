@@ -12,6 +12,7 @@ from math import ceil
 
 from danlu.cost.calibration import ChipEfficiency
 from danlu.cost.measured_times import OperatorTimes, measured_operators
+from danlu.ops import attention
 from danlu.spec.cluster import Chip, OperatorName
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
@@ -114,14 +115,15 @@ def flash_attention_time(
 ) -> float:
     """Seconds of causal attention of `queries` tokens over `keys` (equal without context parallelism).
 
-    `head` is the mean of the widths of keys and values. The backward pass does 2.5 times the FLOPs.
+    `head` is the mean of the widths of keys and values.
     """
     if device.measured:
         operator: OperatorName = "attention_backward" if backward else "attention"
         share = queries / keys * head / _MEASURED_HEAD
         return device.measured.seconds(operator, keys, sequences * heads * share)
     chip = device.efficiency
-    flops = 2.0 * sequences * heads * queries * keys * head * (2.5 if backward else 1.0)
+    flops = attention.core_flops(sequences * heads, queries * keys / 2, head, head)
+    flops *= attention.BACKWARD_TO_FORWARD if backward else 1.0
     best = chip.attention_backward if backward else chip.attention_forward
     narrow = min(1.0, 0.55 + 0.45 * head / 128)
     blocks = sequences * heads * queries / 128 / chip.cores

@@ -10,6 +10,8 @@ width each. The shared experts of a layer are one network of their joint width.
 
 from dataclasses import dataclass
 
+from danlu.ops import attention, embedding_head, experts, mlp, norm
+from danlu.ops.model_shape import model_shape
 from danlu.spec.model import Model
 
 
@@ -57,8 +59,8 @@ def count_active_parameters(model: Model) -> int:
 
 def count_embedding_parameters(model: Model) -> int:
     """Count the parameters of the lookup tables: tokens, and learned positions."""
-    positions = model.sequence if model.position == "learned" else 0
-    return (model.vocabulary + positions) * model.width
+    shape = model_shape(model)
+    return embedding_head.table_parameters(shape) + embedding_head.position_parameters(shape)
 
 
 def flops_per_token(model: Model, length: int) -> float:
@@ -71,24 +73,21 @@ def flops_per_token(model: Model, length: int) -> float:
     """
     multiplied = count_active_parameters(model) - count_embedding_parameters(model)
     if model.tied:
-        multiplied += model.vocabulary * model.width
+        multiplied += embedding_head.table_parameters(model_shape(model))
     return 6.0 * multiplied + 6.0 * model.layers * model.heads * model.head_dim * length
 
 
 def count_layer_parameters(model: Model, layer: int) -> LayerParameters:
     """Count the parameters of layer number `layer`."""
-    bias = model.bias or model.qkv_bias
-    attention = _matrix(model.width, model.heads * model.head_dim, bias)  # q
-    attention += 2 * _matrix(model.width, model.num_kv_heads * model.head_dim, bias)  # k, v
-    attention += _matrix(model.heads * model.head_dim, model.width, model.bias)  # o
+    shape, moe = model_shape(model), model.moe
+    held = attention.parameters(shape, qkv_bias=model.bias or model.qkv_bias, out_bias=model.bias)
     norms = 2 * _norm(model) + (2 * model.head_dim if model.qk_norm else 0)
-    moe = model.moe
     if moe is None or not model.is_moe_layer(layer):
-        mlp = _mlp(model, model.mlp_dim, model.bias)
-        return LayerParameters(attention, norms, mlp, router=0, expert=0, experts=0, top_k=0)
-    shared = _mlp(model, moe.shared * moe.width, bias=False) if moe.shared else 0
-    router, expert = moe.experts * model.width, _mlp(model, moe.width, bias=False)
-    return LayerParameters(attention, norms, shared, router, expert, moe.experts, moe.top_k)
+        dense = mlp.parameters(shape, model.mlp_dim, bias=model.bias)
+        return LayerParameters(held, norms, dense, router=0, expert=0, experts=0, top_k=0)
+    shared = mlp.parameters(shape, shape.shared_width)
+    router, expert = experts.router_parameters(shape), experts.expert_parameters(shape)
+    return LayerParameters(held, norms, shared, router, expert, moe.experts, moe.top_k)
 
 
 def _layers(model: Model) -> list[tuple[int, LayerParameters]]:
@@ -99,18 +98,9 @@ def _layers(model: Model) -> list[tuple[int, LayerParameters]]:
 
 
 def _outside_layers(model: Model) -> int:
-    head = 0 if model.tied else model.vocabulary * model.width
+    head = 0 if model.tied else embedding_head.table_parameters(model_shape(model))
     return count_embedding_parameters(model) + _norm(model) + head
 
 
-def _matrix(inputs: int, outputs: int, bias: bool) -> int:
-    return inputs * outputs + (outputs if bias else 0)
-
-
-def _mlp(model: Model, hidden: int, bias: bool) -> int:
-    into = 2 if model.activation == "swiglu" else 1
-    return into * _matrix(model.width, hidden, bias) + _matrix(hidden, model.width, bias)
-
-
 def _norm(model: Model) -> int:
-    return model.width if model.norm == "rms" else 2 * model.width
+    return norm.parameters(model.width, bias=model.norm != "rms")

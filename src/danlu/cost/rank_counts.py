@@ -6,10 +6,11 @@ matmuls and of the causal half of attention.
 
 from dataclasses import dataclass
 
-from danlu.cost.layer_time import attention_matmuls, expert_matmuls, mlp_matmuls
 from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
-from danlu.cost.stage_contents import StageContents
+from danlu.cost.stage_contents import LayerKind, StageContents
+from danlu.ops import attention, embedding_head, experts, layer, mlp
+from danlu.ops.recompute import RERUN
 from danlu.spec.plan import stages_of_rank
 
 
@@ -38,81 +39,55 @@ class RankCounter(LayoutShapes):
         }
         return RankCounts(self._flops(contents), {axis: size for axis, size in sent.items() if size})
 
-    @property
-    def _tokens(self) -> int:
-        return self.local.sequences * self.local.length // self.local.cp
-
     def _flops(self, contents: StageContents) -> float:
         """Matmuls once forward and twice backward, and once more with full recompute.
 
         Recompute stops before a block's last matmul, whose result is not needed.
         """
-        shape, local, tokens = self.shape, self.local, self._tokens
-        full = self.software.recompute == "full"
-        core = (
-            2.0
-            * local.sequences
-            * local.length**2
-            / local.cp
-            * (shape.heads // local.tp)
-            * (shape.head_dim + shape.v_head_dim)
-            / 2
-        )
+        shape, shard = self.shape, self.shard
+        batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp / 2
+        core = attention.core_flops(batch, pairs, shape.head_dim, shape.v_head_dim)
         total = 0.0
-        for count, moe in ((contents.dense, False), (contents.moe, True)):
-            if not count:
-                continue
-            matmuls = [*attention_matmuls(shape, tokens, local.tp), *mlp_matmuls(shape, tokens, local.tp, moe)]
-            linear = sum(2.0 * m * n * k for m, n, k in matmuls)
-            if moe:
-                routed = expert_matmuls(shape, tokens, local, self.software)
-                linear += sum(2.0 * groups * m * n * k for groups, m, n, k in routed)
-            last = 0.0 if moe else 2.0 * tokens * shape.width * shape.mlp_dim / local.tp
-            total += count * (3 * linear + 3.5 * core + ((linear - last + core) if full else 0.0))
+        for (moe, recompute), count in contents.runs:
+            linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
+            last = 0.0 if moe else 2.0 * shard.tokens * shape.width * shape.mlp_dim / shard.tp
+            once = 3 * linear + (1 + attention.BACKWARD_TO_FORWARD) * core
+            total += count * (once + ((linear - last + core) if recompute == "full" else 0.0))
         if contents.has_head:
-            total += 3 * 2.0 * tokens * shape.width * shape.vocabulary / local.tp
+            total += 3 * embedding_head.head_flops(shard)
         return self.layout.microbatches * total
 
     def _tensor(self, contents: StageContents) -> float:
         """An all-gather and a reduce-scatter around attention and around the MLP, both passes; embedding and head."""
-        tp = self.local.tp
+        tp = self.shard.tp
         if tp == 1:
             return 0.0
-        stream = float(self.software.activation_bytes * self._tokens * self.shape.width)
+        stream = float(self.software.activation_bytes * self.shard.tokens * self.shape.width)
         both = stream / tp + stream
-        again = {"full": both, "elementwise": stream / tp}.get(self.software.recompute or "none", 0.0)
         total = 0.0
-        for count, moe in ((contents.dense, False), (contents.moe, True)):
-            blocks = 1 + (not moe or self.shape.shared_width > 0)
+        for (moe, recompute), count in contents.runs:
+            again = {"full": both, "elementwise": stream / tp}.get(recompute, 0.0)
+            blocks = 1 + (mlp.hidden_width(self.shape, moe) > 0)
             # Recompute ends before the last reduction over ranks.
-            spared = stream if self.software.recompute == "full" and not moe else 0.0
+            spared = stream if recompute == "full" and not moe else 0.0
             total += count * (blocks * (2 * both + again) - spared)
         total += (contents.has_embedding + contents.has_head) * both
         return self.layout.microbatches * total
 
     def _context(self, contents: StageContents) -> float:
         """All-to-all between heads and positions, both ways."""
-        local, shape = self.local, self.shape
-        if local.cp == 1:
+        if self.shard.cp == 1:
             return 0.0
-        heads, groups = shape.heads // local.tp, max(shape.kv_heads // local.tp, local.cp)
-        elements = self._tokens * (heads + groups) * (shape.head_dim + shape.v_head_dim)
-        once = float(self.software.activation_bytes * elements)
-        return self.layout.microbatches * contents.layers * once * self._passes
+        once = float(self.software.activation_bytes * sum(attention.ulysses_elements(self.shard)))
+        return sum(self.layout.microbatches * count * once * _passes(kind) for kind, count in contents.runs)
 
     def _expert(self, contents: StageContents) -> float:
         """Tokens to their experts and back."""
-        local, shape = self.local, self.shape
-        if local.ep == 1:
+        if self.shard.ep == 1:
             return 0.0
-        copies = shape.top_k * self._tokens / local.tp * self.software.expert_imbalance
-        rows = self.software.activation_bytes * copies * shape.width
-        return self.layout.microbatches * contents.moe * 2 * rows * self._passes
-
-    @property
-    def _passes(self) -> int:
-        """Passes that communicate: forward, backward, and recompute if it is full."""
-        return 3 if self.software.recompute == "full" else 2
+        rows = self.software.activation_bytes * experts.exchanged_elements(self.shard)
+        counts = [(kind, count) for kind, count in contents.runs if kind.moe]
+        return sum(self.layout.microbatches * count * 2 * rows * _passes(kind) for kind, count in counts)
 
     def _shard(self, contents: StageContents) -> float:
         """Shards to gather, and full gradients to reduce-scatter."""
@@ -129,7 +104,7 @@ class RankCounter(LayoutShapes):
             total += count * (gathers * self.software.parameter_bytes / ranks + scatters * self.software.gradient_bytes)
             if dense and contents.has_head and layout.reshard_after_forward:
                 # The backward pass begins with the head, so it is not freed in between.
-                table = self.shape.vocabulary * self.shape.width / layout.tp
+                table = embedding_head.table_parameters(self.shape) / layout.tp
                 total -= table * layout.microbatches * self.software.parameter_bytes / ranks
         return total
 
@@ -146,9 +121,14 @@ class RankCounter(LayoutShapes):
         layout = self.layout
         if layout.pp == 1:
             return 0.0
-        stream = self.software.activation_bytes * self._tokens * self.shape.width / layout.tp
+        stream = self.software.activation_bytes * self.shard.tokens * self.shape.width / layout.tp
         stages = layout.pp * layout.stages_per_rank
         mine = stages_of_rank(rank, layout.pp, layout.stages_per_rank, zigzag=layout.schedule == "zbv")
         ends = sum(stage in mine for stage in (0, stages - 1))
         same_rank = 2 if layout.schedule == "zbv" and rank == layout.pp - 1 else 0
         return layout.microbatches * stream * (2 * len(mine) - ends - same_rank)
+
+
+def _passes(kind: LayerKind) -> int:
+    """Passes of a layer that communicate: forward, backward, and recompute if it is full."""
+    return 3 if RERUN[kind.recompute].collectives else 2

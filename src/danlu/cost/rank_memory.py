@@ -5,13 +5,14 @@ from danlu.cost.memory import (
     GatheredBytes,
     MemoryEstimate,
     gathered_bytes,
-    logits_memory,
     microbatches_in_flight,
     p2p_buffer_bytes,
     state_bytes,
 )
 from danlu.cost.pipeline_schedules import MAX_ACTIVE_STAGES, SPLIT_BACKWARD_SCHEDULES
 from danlu.cost.stage_contents import RankParameters, StageContents
+from danlu.ops.embedding_head import logit_elements, loss_bytes, table_parameters
+from danlu.ops.layer import deferred_gradient_elements
 
 
 class RankMemoryEstimator(LayoutShapes):
@@ -31,8 +32,9 @@ class RankMemoryEstimator(LayoutShapes):
             mine, self.groups.dense, self.groups.experts, self.sharding, software, unsharded=self.defers_reduce
         )
         flight = microbatches_in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
-        kept = contents.dense * self.predictor.layer_bytes(self.local, False)[0] if contents.dense else 0.0
-        kept += contents.moe * self.predictor.layer_bytes(self.local, True)[0] if contents.moe else 0.0
+        kept = 0.0
+        for kind, count in contents.runs:
+            kept += count * self.layer_bytes(kind)[0]
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )
@@ -42,6 +44,20 @@ class RankMemoryEstimator(LayoutShapes):
             self._deferred_weight_grad_bytes(rank, contents) if layout.schedule in SPLIT_BACKWARD_SCHEDULES else 0.0
         )
         return self._with_lazy_gradients(contents, mine, states, kept, flight, gathered, kept_for_weights)
+
+    def _backward_bytes(self, contents: StageContents) -> float:
+        """Most bytes of a layer's backward pass beyond what all layers of its microbatch saved.
+
+        Layers after it have been freed by then, so among several modes an early one counts less. Of layers with and
+        without experts, those with experts are looked at.
+        """
+        most, freed = 0.0, 0.0
+        for kind, count in reversed(contents.runs):
+            kept, again = self.layer_bytes(kind)
+            if kind.moe == (contents.moe > 0):
+                most = max(most, again - freed)
+            freed += count * kept
+        return most
 
     def _at_init(self, rank: int) -> MemoryEstimate:
         """Before training: the unsharded parameters of a rank."""
@@ -60,9 +76,9 @@ class RankMemoryEstimator(LayoutShapes):
     ) -> MemoryEstimate:
         """With a buffer for every gradient from the start."""
         software = self.software
-        again = self.predictor.layer_bytes(self.local, contents.moe > 0)[1]
-        logits = logits_memory(self.shape, self.local, software) if contents.has_head else 0.0
-        pipe = p2p_buffer_bytes(contents, self.local, self.shape, flight, software) if self.layout.pp > 1 else 0.0
+        again = self._backward_bytes(contents)
+        logits = logit_elements(self.shard) * software.logit_bytes if contents.has_head else 0.0
+        pipe = p2p_buffer_bytes(contents, self.shard, flight, software) if self.layout.pp > 1 else 0.0
         # The loss is done before the first layer is gathered or recomputed: never both.
         at_loss = logits + gathered.head >= again + gathered.layers
         return self._memory(
@@ -83,21 +99,21 @@ class RankMemoryEstimator(LayoutShapes):
         for_weights: float,
     ) -> MemoryEstimate:
         """With gradients allocated lazily: at the loss, in a layer's backward, after the first layer, at the end."""
-        layout, local, shape = self.layout, self.local, self.shape
+        layout, shape = self.layout, self.shape
         parameters, gradients, optimizer = states
         stages = layout.stages_per_rank
-        table = shape.vocabulary * shape.width / layout.tp
+        table = table_parameters(shape) / layout.tp
         ends = table if contents.has_embedding or contents.has_head else 0.0
         always = gathered.persistent * min(1.0, MAX_ACTIVE_STAGES / stages)
         layer = max(0.0, mine.dense + mine.experts - ends) / max(1, contents.layers)
         # A gradient is computed by a matmul in the precision of activations before it is accumulated.
         each = self.software.activation_bytes
-        stream = each * local.sequences * local.length / local.cp * shape.width / layout.tp
+        stream = each * self.shard.tokens * shape.width / layout.tp
         # A stage holds what it sent of every microbatch in flight; two more are being received, and two sent.
         piped = (flight * stages + 4) * stream + for_weights if layout.pp > 1 else 0.0
         # Gradients of earlier microbatches exist unless all of them are still in flight.
         later = gradients if layout.microbatches > flight else 0.0
-        again = self.predictor.layer_bytes(local, contents.moe > 0)[1]
+        again = self._backward_bytes(contents)
         before = max(0.0, flight - 1 / stages)
         weight_grad = shape.width * max(shape.mlp_dim / layout.tp, shape.expert_width) * each
 
@@ -127,28 +143,15 @@ class RankMemoryEstimator(LayoutShapes):
 
         A pp rank is as many weight halves behind as its index, and one more is being computed.
         """
-        shape, local = self.shape, self.local
-        tokens = local.sequences * local.length / local.cp
-        hidden = shape.shared_width if contents.moe else shape.mlp_dim
-        rows = tokens * shape.top_k * self.software.expert_imbalance if contents.moe else 0.0
-        split = tokens * ((shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.num_up_projections * hidden)
-        split += rows * (shape.num_up_projections * shape.expert_width + shape.width) + 4.0 * tokens * shape.width
         size = self.software.activation_bytes
-        each = size * (split / local.tp + 2.0 * tokens * shape.width)
+        each = size * deferred_gradient_elements(self.shard, contents.moe > 0)
         behind = min(rank, self.layout.microbatches * self.layout.stages_per_rank)
-        scores = size * tokens * shape.vocabulary / local.tp if contents.has_head else 0.0
+        scores = size * logit_elements(self.shard) if contents.has_head else 0.0
         return (behind + 1) * each * contents.layers / self.layout.stages_per_rank + behind * scores
 
     def _loss_bytes(self, together: int) -> float:
-        """Bytes at the loss of one microbatch, and of those whose loss was computed before.
-
-        Unsharded logits: fp32 log-probabilities, their gradient and that of the logits; sharded, a rank's own in half
-        precision, fp32 and the gradient. A pipeline also keeps the logits as its output.
-        """
-        scores = logits_memory(self.shape, self.local, self.software) / self.software.logit_bytes
-        piped = float(self.software.activation_bytes) if self.layout.pp > 1 else 0.0
-        at_loss = (12.0 if self.layout.tp == 1 else 10.0) + piped
-        return scores * (at_loss + (together - 1) * (4.0 + piped))
+        """Bytes at the loss of one microbatch, and of those whose loss was computed before."""
+        return loss_bytes(self.shard, float(self.software.activation_bytes) if self.layout.pp > 1 else 0.0, together)
 
     def _memory(
         self, states: tuple[float, float, float], activations: float, logits: float, buffers: float

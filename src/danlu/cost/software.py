@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from danlu.ops.model_shape import MLAConfig
+from danlu.ops.recompute import Recompute, Saving
+
 ShardScope = Literal["none", "group", "all"]
 """Ranks over which a state is sharded: none, one group of replicas, all replicas (PaRO's N, I and G)."""
 AttentionKernel = Literal["flash", "native", "fused"]
 """Attention kernels: `flash`, portable flash attention; `native`, libraries for this generation of the chip, for
 matmuls too (cuDNN and Transformer Engine on Hopper and later); `fused`, scores in memory with fused softmax, as
 Megatron-LM before flash attention."""
-Recompute = Literal["none", "selective", "elementwise", "alternate", "latent", "full"]
-"""Recomputed in the backward pass: `none`; `selective`, core attention (Megatron's `--recompute-granularity
-selective`); `elementwise`, all but matmuls and attention (a plan's "selective"); `alternate`, all but every second
-matmul and attention (torchtitan's selective `op`); `latent`, MLA's up-projections; `full`, everything (Megatron's
-`--recompute-granularity full`)."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,6 @@ ZERO_3 = Sharding("all", "all", "all")
 HSDP = Sharding("group", "group", "group")
 
 
-@dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): LoRA ranks and head dimensions."""
-
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    qk_nope_head_dim: int
-    v_head_dim: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """How training software runs a plan."""
@@ -59,8 +46,8 @@ class Software:
     """From the plan's `replicate` and `shard` if None."""
     attention: AttentionKernel = "native"
     sequence_parallel: bool = True
-    recompute: Recompute | None = None
-    """From the plan if None."""
+    recompute: Recompute | tuple[Recompute, ...] | None = None
+    """Of all layers, or of each; from the plan if None."""
     recomputed_layers: int | None = None
     """Layers with recompute; all if None."""
     expert_tp: int = 1
@@ -133,6 +120,18 @@ class Software:
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""
     sliding_window_fraction: float = 0.0
     """Share of layers with a sliding window."""
+
+    def saving(self, recompute: Recompute, fp8: bool) -> Saving:
+        """How activations are saved; with `fp8`, matmul inputs take one byte each."""
+        return Saving(
+            recompute,
+            element_bytes=self.activation_bytes,
+            matmul_bytes=1.0 if fp8 else float(self.activation_bytes),
+            eager=self.eager,
+            gathered_inputs=self.keep_gathered_inputs,
+            scores=self.attention == "fused",
+            by_operator=not self.preallocate_gradients,
+        )
 
 
 DANLU = Software(

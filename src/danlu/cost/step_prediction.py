@@ -5,26 +5,28 @@ Layer times are cached, so a layout costs some tens of microseconds.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 
-from danlu.cost.calibration import Calibration, load_calibration
+from danlu.cost.calibration import Calibration
 from danlu.cost.collectives import (
+    Network,
     all_gather_time,
     all_reduce_time,
-    build_network,
     outermost_level,
     p2p_time,
     reduce_scatter_time,
 )
+from danlu.cost.context import cost_context
 from danlu.cost.embedding_head import embedding_head_time
-from danlu.cost.layer_time import LayerTime, LocalShape, PassTime, layer_time
+from danlu.cost.layer_time import PassTime
+from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.layout_shapes import LayoutShapes
-from danlu.cost.memory import MemoryEstimate, activation_gradient_bytes, layer_activation_bytes
-from danlu.cost.model_shape import model_shape
-from danlu.cost.operator_time import build_device, elementwise_time
+from danlu.cost.memory import MemoryEstimate
+from danlu.cost.operator_time import elementwise_time
 from danlu.cost.overlap import exposed_time
-from danlu.cost.parallel_layout import LayoutGroups, ParallelLayout, layout_from_plan
+from danlu.cost.parallel_layout import ParallelLayout, layout_from_plan
 from danlu.cost.pipeline_formula import StageTime, pipeline_time
 from danlu.cost.pipeline_schedules import gathers_per_stage
 from danlu.cost.rank_counts import RankCounter, RankCounts
@@ -32,6 +34,8 @@ from danlu.cost.rank_memory import RankMemoryEstimator
 from danlu.cost.software import DANLU, Software
 from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.cost.stragglers import straggler_slowdown
+from danlu.ops.embedding_head import table_parameters
+from danlu.ops.recompute import plan_recompute
 from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
@@ -66,74 +70,34 @@ class Predictor:
         dtype: str = "bf16",
         constants: Calibration | None = None,
     ) -> None:
-        constants = constants or load_calibration()
-        self.shape = model_shape(model, software.mla)
-        self.batch, self.software, self.overheads = batch, software, constants.overheads
-        chip = cluster.chip
-        self.efficiency = constants.efficiency_of(chip.name, software.attention == "native")
-        self.device = build_device(chip, dtype, self.efficiency)
-        if not chip.overlaps:
-            software = self.software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False)
-        self.solo_speedup = chip.alone
-        self.spread = self.overheads.spread if chip.spread is None else chip.spread
-        inner, outer = self.efficiency.intra_node, self.efficiency.inter_node
-        self.network = build_network(cluster, inner, outer, self.overheads.collective_latency, software.ring_bandwidth)
-        self.assumptions = constants.assumptions(chip, dtype)
-        self._groups: dict[object, LayoutGroups] = {}
-        self._layers: dict[tuple[LocalShape, bool], LayerTime] = {}
-        self._kept: dict[tuple[LocalShape, bool], tuple[float, float]] = {}
+        self.context = cost_context(model, batch, cluster, software, dtype, constants)
+        self._cache = LayoutCache()
 
-    def groups(self, layout: ParallelLayout) -> LayoutGroups:
-        """The groups of a layout on the network."""
-        key = (layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp, layout.ep, layout.group_shapes)
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = LayoutGroups(layout, self.network, self.software.expert_tp)
-        return found
-
-    def layer_time(self, local: LocalShape, moe: bool) -> LayerTime:
-        """Time of one layer."""
-        found = self._layers.get((local, moe))
-        if found is None:
-            found = layer_time(self.shape, local, self.device, self.network, self.software, self.overheads, moe=moe)
-            self._layers[local, moe] = found
-        return found
-
-    def layer_bytes(self, local: LocalShape, moe: bool) -> tuple[float, float]:
-        """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
-        found = self._kept.get((local, moe))
-        if found is None:
-            software, fp8 = self.software, self.device.uses_fp8
-            again = 0.0
-            if software.recompute in ("full", "elementwise", "alternate", "latent"):
-                plain = replace(software, recompute="none")
-                again = layer_activation_bytes(self.shape, local, plain, moe=moe, fp8=fp8)
-            again += activation_gradient_bytes(self.shape, local, software, moe=moe)
-            found = self._kept[local, moe] = (
-                layer_activation_bytes(self.shape, local, software, moe=moe, fp8=fp8),
-                again,
-            )
-        return found
+    def on(self, network: Network) -> "Predictor":
+        """The same on another network; what does not depend on it is computed once for both."""
+        other = copy(self)
+        other.context = replace(self.context, network=network)
+        return other
 
     def predict(self, layout: ParallelLayout, memory: MemoryEstimate | None = None) -> StepPrediction:
         """Predict one step of a layout that divides the batch and the model.
 
         `memory` is that of the same layout at another placement, if known: it does not change.
         """
-        return _StepEstimator(self, layout).prediction(memory)
+        return _StepEstimator(self.context, layout, self._cache).prediction(memory)
 
     def memory(self, layout: ParallelLayout) -> MemoryEstimate:
         """Memory of the fullest rank alone."""
-        return RankMemoryEstimator(self, layout).peak()
+        return RankMemoryEstimator(self.context, layout, self._cache).peak()
 
     def memory_by_pp_rank(self, layout: ParallelLayout) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
-        estimator = RankMemoryEstimator(self, layout)
+        estimator = RankMemoryEstimator(self.context, layout, self._cache)
         return tuple(estimator.estimate(rank) for rank in range(layout.pp))
 
     def counts(self, layout: ParallelLayout, pp_rank: int) -> RankCounts:
         """FLOPs and bytes sent in a step by a rank of this pp rank."""
-        return RankCounter(self, layout).count(pp_rank)
+        return RankCounter(self.context, layout, self._cache).count(pp_rank)
 
 
 def predict(
@@ -147,8 +111,7 @@ def predict(
 ) -> StepPrediction:
     """Predict one step of a plan: seconds by part, memory by kind."""
     if software.recompute is None:
-        words = {"none": "none", "selective": "elementwise", "full": "full"}
-        software = replace(software, recompute=words[plan.recompute])  # type: ignore[arg-type]
+        software = replace(software, recompute=plan_recompute(plan.recompute, model.layers))
     if plan.compile:
         software = replace(software, eager=False)
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
@@ -166,7 +129,7 @@ class _StepEstimator(LayoutShapes):
         pipeline = pipeline_time(stages, layout.microbatches, layout.schedule, layout.stages_per_rank)
         # While some ranks of a pipeline wait, those they share cores with run faster.
         busy = layout.microbatches * sum(stage.compute for stage in stages) / layout.pp
-        pipeline = busy + max(0.0, pipeline - busy) / self.predictor.solo_speedup
+        pipeline = busy + max(0.0, pipeline - busy) / self.context.solo_speedup
         slowest = max(range(layout.pp), key=lambda rank: stages[rank].per_microbatch)
         parts = dict(kinds[self.stages[slowest]][1]) | {"transfer": stages[slowest].p2p}
         for name in parts:
@@ -177,13 +140,13 @@ class _StepEstimator(LayoutShapes):
         parts.update(worst)
         stage_times, chips = [stage.per_microbatch for stage in stages], layout.world // layout.pp
         waiting = (parts["transfer"] + parts.get("gather", 0.0)) / (layout.microbatches * stage_times[slowest])
-        parts["stragglers"] = (1 - waiting) * pipeline * straggler_slowdown(stage_times, chips, self.predictor.spread)
+        parts["stragglers"] = (1 - waiting) * pipeline * straggler_slowdown(stage_times, chips, self.context.spread)
         parts["other"] = self.overheads.step_overhead
         return StepPrediction(
             seconds=pipeline + sum(worst.values()) + parts["stragglers"] + self.overheads.step_overhead,
             parts=parts,
-            memory=memory or RankMemoryEstimator(self.predictor, layout).peak(),
-            assumptions=self.predictor.assumptions,
+            memory=memory or RankMemoryEstimator(self.context, layout, self._cache).peak(),
+            assumptions=self.context.assumptions,
         )
 
     def _stage(self, contents: StageContents) -> tuple[StageTime, dict[str, float]]:
@@ -195,10 +158,8 @@ class _StepEstimator(LayoutShapes):
         ratio = 1.0
         if self.software.recomputed_layers is not None:
             ratio = min(1.0, self.software.recomputed_layers / self.shape.layers)
-        for count, moe in ((contents.dense, False), (contents.moe, True)):
-            if not count:
-                continue
-            time = self.predictor.layer_time(self.local, moe)
+        for kind, count in contents.runs:
+            time = self.layer_time(kind)
             for once in (time.forward, time.backward):
                 _add(parts, once, count)
             parts["recompute"] += count * ratio * time.recompute.compute
@@ -207,14 +168,7 @@ class _StepEstimator(LayoutShapes):
             backward += count * (time.backward.total + ratio * time.recompute.total)
             weights += count * time.weight_grad
         ends_forward, ends_backward = embedding_head_time(
-            self.shape,
-            self.local,
-            self.device,
-            self.network,
-            self.overheads,
-            embedding=contents.has_embedding,
-            head=contents.has_head,
-            predicted_ahead=self.software.mtp_layers,
+            self.context, self.local, embedding=contents.has_embedding, head=contents.has_head
         )
         parts["head"] += ends_forward + ends_backward
         forward, backward = forward + ends_forward, backward + ends_backward
@@ -263,7 +217,7 @@ class _StepEstimator(LayoutShapes):
         layout = self.layout
         if layout.reshard_after_forward:
             # The backward pass begins with the head, so it is not freed in between.
-            kept = self.shape.vocabulary * self.shape.width / layout.tp if contents.has_head else 0.0
+            kept = table_parameters(self.shape) / layout.tp if contents.has_head else 0.0
             return gather, gather * (1 - kept / (mine.dense + mine.experts)) + scatter
         if layout.microbatches > 1 and layout.pp > 1:
             often = gathers_per_stage(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
@@ -282,7 +236,7 @@ class _StepEstimator(LayoutShapes):
         layout = self.layout
         if layout.pp == 1:
             return (0.0,)
-        stream = self.device.element_bytes * self.local.sequences * self.local.length / self.local.cp * self.shape.width
+        stream = self.device.element_bytes * self.shard.tokens * self.shape.width
         # Every tensor-parallel rank sends its shard, and the receivers gather it (SC 2021, section 4.1).
         gather = 0.0 if self.software.sequence_parallel else all_gather_time(self.network, self.groups.tp, stream)
         hidden = self.software.overlap_p2p_comm and layout.stages_per_rank > 1
@@ -331,7 +285,7 @@ class _StepEstimator(LayoutShapes):
         optimizer = (
             updated
             * self.overheads.optimizer_bytes_moved
-            / (self.device.bandwidth * self.predictor.efficiency.memory_bandwidth)
+            / (self.device.bandwidth * self.context.efficiency.memory_bandwidth)
         )
         if self.device.measured:
             optimizer = self.device.measured.seconds("optimizer", updated)
@@ -342,7 +296,7 @@ class _StepEstimator(LayoutShapes):
             gather = exposed_time(gather, stage.forward, self.overheads.contention)
         tied = 0.0
         if self.shape.tied and self.layout.pp > 1 and (contents.has_embedding or contents.has_head):
-            table = self.shape.vocabulary * self.shape.width / self.layout.tp * software.gradient_bytes
+            table = table_parameters(self.shape) / self.layout.tp * software.gradient_bytes
             tied = p2p_time(self.network, outermost_level(self.groups.pp), table)
         return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
 

@@ -22,6 +22,7 @@ from danlu.dryrun.step_record import MemoryTimeline, StepRecord
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe
+from danlu.spec.recompute import RecomputeLayers
 
 SHORT_RUN, LONG_RUN = 3, 4
 """Layers of a run in the two steps that are compared: a first, a last, and one or two between."""
@@ -72,10 +73,9 @@ class LayerExtrapolation:
 def find_extrapolation(recipe: Recipe, plan: Plan, pp_rank: int) -> LayerExtrapolation | None:
     """How to extrapolate the layers of pipeline rank `pp_rank`; None if running them all costs no more."""
     model = recipe.model
-    if recipe.precision.layers or not isinstance(model, Model):
-        return (
-            None  # layers are chosen by index, and indices would change; or a custom model, of which nothing is known
-        )
+    # Layers are chosen by index, and indices would change; or a custom model, of which nothing is known.
+    if recipe.precision.layers or isinstance(plan.recompute, RecomputeLayers) or not isinstance(model, Model):
+        return None
     mine = plan.stages_of_rank(pp_rank)
     stages = [_kinds(model, layers) for layers in plan.stage_layers(model.layers)]
     saved = [sum(max(0, stages[stage][kind] - LONG_RUN) for stage in mine) for kind in (0, 1)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from danlu.comm.collective_call import is_collective
+from danlu.ops import attention
 
 Signature = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
@@ -121,7 +122,7 @@ def _flops_formula(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any], Any]
     """The formula for an operator's FLOPs; a multiply-add is two. None for what only moves or maps bytes."""
     name = func._schema.name.partition("::")[2]
     if name.startswith("_scaled_dot_product_"):
-        return _attention(func, products=5 if "backward" in name else 2)
+        return _attention(func, attention.BACKWARD_PRODUCTS if "backward" in name else attention.FORWARD_PRODUCTS)
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return None
@@ -129,10 +130,7 @@ def _flops_formula(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any], Any]
 
 
 def _attention(func: Any, products: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], float]:
-    """Attention as two matrix products forward (scores, weighted sum), five backward (scores again, and four).
-
-    For causal attention the unmasked half is counted: what the math needs and fused kernels compute.
-    """
+    """The FLOPs of a fused attention kernel from its arguments."""
     names = [argument.name for argument in func._schema.arguments]
     where = {name: names.index(name) for name in ("query", "key", "value", "is_causal")}
     defaults = func._schema.arguments[where["is_causal"]].default_value
@@ -140,11 +138,7 @@ def _attention(func: Any, products: int) -> Callable[[tuple[Any, ...], dict[str,
     def count(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
         query, key, value = (args[where[name]].shape for name in ("query", "key", "value"))
         causal = args[where["is_causal"]] if len(args) > where["is_causal"] else kwargs.get("is_causal", defaults)
-        pairs = query[-2] * key[-2]
-        if causal and query[-2] == key[-2]:
-            pairs = query[-2] * (query[-2] + 1) // 2
-        # Half the products have the width of a key, half that of a value; backward one more has that of a key.
-        widths = (products + 1) // 2 * query[-1] + products // 2 * value[-1]
-        return 2.0 * prod(query[:-2]) * pairs * widths
+        pairs = attention.causal_pairs(query[-2], key[-2]) if causal else query[-2] * key[-2]
+        return attention.core_flops(prod(query[:-2]), pairs, query[-1], value[-1], products)
 
     return count

@@ -71,8 +71,7 @@ def apply_parallelism(
     # 1. Model parallelism: what a module computes changes before anything is wrapped around it.
     adapter.apply_model_parallel(module, mesh)
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
-    if plan.recompute != "none":
-        apply_recompute(adapter.recompute_regions(module, plan.recompute), plan.recompute)
+    apply_recompute(adapter.recompute_regions(module, plan))
     if plan.compile:
         apply_compile(adapter.blocks(module))
     # 4. Shard last: it sees the final parameters.

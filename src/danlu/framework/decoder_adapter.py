@@ -1,7 +1,7 @@
 """The decoder that a recipe describes by its shape, as `build_train_state` sees it."""
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +60,9 @@ class DecoderAdapter:
         """The layers of a stage module."""
         return list(cast(Decoder, stage_module).blocks.values())
 
-    def recompute_regions(
-        self, stage_module: nn.Module, mode: Literal["selective", "full"]
-    ) -> Iterator[RecomputeRegion]:
+    def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterator[RecomputeRegion]:
         """Full blocks, or the modules around the experts of one."""
-        return decoder_recompute_regions(cast(Decoder, stage_module), mode)
+        return decoder_recompute_regions(cast(Decoder, stage_module), plan.recompute_modes(self.model.layers))
 
     def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
         """Blocks, experts on their own, embedding and head; a tied head uses the sharded embedding."""

@@ -1,7 +1,6 @@
 """How the decoder's modules are placed on the mesh: data beside the model, used by `DecoderAdapter`."""
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -11,6 +10,7 @@ from danlu.framework.transformer import Decoder
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
 from danlu.parallel.tensor import TPStyle
+from danlu.spec.recompute import RecomputeMode
 
 
 def decoder_tp_plan(stage_module: Decoder) -> dict[str, TPStyle]:
@@ -64,21 +64,21 @@ def decoder_fsdp_units(stage_module: Decoder, mesh: ParallelMesh) -> Iterator[Fs
             yield FsdpUnit("head", stage_module.head, mesh.fsdp_mesh, keep_unsharded=True)
 
 
-def decoder_recompute_regions(stage_module: Decoder, mode: Literal["selective", "full"]) -> Iterator[RecomputeRegion]:
-    """What recompute wraps: full blocks, or the modules around the experts of one.
+def decoder_recompute_regions(stage_module: Decoder, modes: Sequence[RecomputeMode]) -> Iterator[RecomputeRegion]:
+    """What recompute wraps, by the modes of the model's layers: full blocks, or the modules around the experts of one.
 
     Selective recompute requires the same operations the second time. An MoE layer gathers its experts' parameters
     inside the block, and the second time they are already there, so its block is recomputed in several regions.
     """
-    for block in stage_module.blocks.values():
-        mlp = block.get_submodule("mlp")
+    for layer, block in stage_module.blocks.items():
+        mlp, mode = block.get_submodule("mlp"), modes[int(layer)]
         if mode == "selective" and isinstance(mlp, MoeLayer):
-            yield RecomputeRegion(block, "attention_residual")
-            yield RecomputeRegion(mlp.experts)
+            yield RecomputeRegion(block, mode, "attention_residual")
+            yield RecomputeRegion(mlp.experts, mode)
             if mlp.shared is not None:
-                yield RecomputeRegion(mlp.shared)
-        else:
-            yield RecomputeRegion(block)
+                yield RecomputeRegion(mlp.shared, mode)
+        elif mode != "none":
+            yield RecomputeRegion(block, mode)
 
 
 def moe_layers(stage_module: Decoder) -> Iterator[MoeLayer]:

@@ -1,7 +1,7 @@
 """What `build_train_state` needs from a model: its stage modules, and how they are placed on the mesh."""
 
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -9,6 +9,7 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.layer_seeds import LayerSeeds
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
+from danlu.spec.plan import Plan
 
 
 class LayoutAdapter(Protocol):
@@ -25,10 +26,8 @@ class LayoutAdapter(Protocol):
         """The layers of a stage module."""
         ...
 
-    def recompute_regions(
-        self, stage_module: nn.Module, mode: Literal["selective", "full"]
-    ) -> Iterable[RecomputeRegion]:
-        """What is recomputed in the backward pass."""
+    def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterable[RecomputeRegion]:
+        """What is recomputed in the backward pass, by the modes of the stage module's layers."""
         ...
 
     def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterable[FsdpUnit]:

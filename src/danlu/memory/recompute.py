@@ -12,43 +12,33 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-_aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
+from danlu.ops.recompute import SAVED_BY_SELECTIVE
 
 SAVED_OPS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.bmm.default,
-        _aten.addmm.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-        _c10d.reduce_scatter_tensor.default,
-        _c10d.all_to_all_single.default,
-    }
+    getattr(getattr(torch.ops, namespace), name).default
+    for namespace, names in SAVED_BY_SELECTIVE.items()
+    for name in names
 )
-"""What `selective` keeps: matrix products, attention, and results that came over the network."""
+"""What `selective` keeps."""
 
 
 class RecomputeRegion(NamedTuple):
     """A method of a module whose inner activations are not kept."""
 
     module: nn.Module
+    mode: Literal["selective", "full"]
     method: str = "forward"
     uses_rng: bool = False
     """Whether it may draw random numbers, which must be the same in the recomputation."""
 
 
-def apply_recompute(regions: Iterable[RecomputeRegion], mode: Literal["selective", "full"]) -> None:
+def apply_recompute(regions: Iterable[RecomputeRegion]) -> None:
     """Wrap every region; names of parameters stay as they are."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
-    for module, method, uses_rng in regions:
-        forward = partial(checkpoint, getattr(module, method), preserve_rng_state=uses_rng, **options)
-        setattr(module, method, forward)
+    for module, mode, method, uses_rng in regions:
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": uses_rng}
+        if mode == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
+        setattr(module, method, partial(checkpoint, getattr(module, method), **options))
 
 
 def _save_policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

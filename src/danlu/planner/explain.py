@@ -143,7 +143,8 @@ def neighbors(
     A degree that doubles or halves takes ranks from the data-parallel axes or returns them; the microbatch size stays.
     """
     shape, schedule, data = candidate
-    lighter = RECOMPUTE_MODES[RECOMPUTE_MODES.index(schedule.recompute) + 1 :] if only_smaller else RECOMPUTE_MODES
+    known = RECOMPUTE_MODES.index(schedule.recompute) if schedule.recompute in RECOMPUTE_MODES else 0
+    lighter = RECOMPUTE_MODES[known + 1 :] if only_smaller else RECOMPUTE_MODES
     for recompute in lighter:
         if recompute != schedule.recompute:
             changed = schedule._replace(recompute=recompute)  # type: ignore[arg-type]

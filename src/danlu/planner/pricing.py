@@ -4,20 +4,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from danlu.cost import flops_per_token
-from danlu.cost.collectives import Link, Network
+from danlu.cost.collectives import Link
 from danlu.cost.memory import MemoryEstimate
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
+from danlu.ops.recompute import plan_recompute
 from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, ScheduleKnobs, ShapeKnobs
 from danlu.spec.plan import Plan
 
-_COST_RECOMPUTE = {"none": "none", "selective": "elementwise", "full": "full"}
-"""A plan's recompute modes in the cost model's terms."""
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NO_MEMORY = MemoryEstimate(
     parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, process_groups=0
@@ -92,7 +91,7 @@ def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
     precision = request.recipe.precision
     return replace(
         DANLU,
-        recompute=_COST_RECOMPUTE[recompute],  # type: ignore[arg-type]
+        recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
@@ -113,7 +112,7 @@ class PlanPricer:
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
-        self._networks = RelaxedNetworkBuilder(self._predictor("none").network, request.chips, request.cluster)
+        self._networks = RelaxedNetworkBuilder(self._predictor("none").context.network, request.chips, request.cluster)
 
     def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
         """Time and memory of a placed layout; pass `memory` if it is known from another placement."""
@@ -155,8 +154,8 @@ class PlanPricer:
             shape.cp,
             shape.ep,
         )
-        predictor = self._relaxed_predictor(schedule.recompute)
-        predictor.network, group_shapes = self._networks.build(sizes, known)
+        network, group_shapes = self._networks.build(sizes, known)
+        predictor = self._relaxed_predictor(schedule.recompute).on(network)
         return predictor.predict(self._layout(candidate, group_shapes), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
@@ -212,7 +211,8 @@ class PlanPricer:
         request, software = self.request, software_for(self.request, recompute)
         predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
         if self._free_level is not None:
-            links = list(predictor.network.links)
+            network = predictor.context.network
+            links = list(network.links)
             links[self._free_level] = Link(links[self._free_level].capacity, float("inf"), 0.0)
-            predictor.network = Network(tuple(links), predictor.network.collective_latency)
+            return predictor.on(replace(network, links=tuple(links)))
         return predictor

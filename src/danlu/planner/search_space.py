@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
 from danlu.spec.divisors import divisors
 from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, PipelineConfig, PipelineSchedule, Plan, split_layers_evenly
 from danlu.spec.problem import Problem
+from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import microbatches_fill_the_pipeline
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.toml import TomlDocument
 
-PlanRecompute = Literal["none", "selective", "full"]
+PlanRecompute = RecomputeMode | RecomputeLayers
+"""By layer only for a plan that is given; the search varies the mode of all layers."""
 LIGHTER_ENDS = ((0, 1), (1, 1))
 """Searched reductions of the first and last stage, in layers: embedding, head and loss cost time and memory too."""
 

@@ -75,9 +75,12 @@ def _durations(run: DryRun) -> tuple[Durations, str]:
     return held_units, f"Not every pipeline rank was run, so boxes have the usual widths {because}: {widths}."
 
 
-def usual_durations(recomputes: bool) -> dict[ActionKind, float]:
-    """Durations of actions by rule of thumb, over that of a forward; recompute comes before the half for inputs."""
-    backward = 3.0 if recomputes else 2.0
+def usual_durations(recomputed: float) -> dict[ActionKind, float]:
+    """Durations of actions by rule of thumb, over that of a forward of which a share is `recomputed`.
+
+    Recompute comes before the half for inputs.
+    """
+    backward = 2.0 + recomputed
     return {"F": 1.0, "B": backward, "I": backward - 1, "W": 1.0}
 
 

@@ -44,7 +44,7 @@ def _degrees(plan: Plan) -> str:
     settings = {
         "microbatches": f"{plan.microbatches:,}",
         "schedule": plan.pipeline.schedule if plan.degrees.pp > 1 else "none",
-        "recompute": plan.recompute,
+        "recompute": str(plan.recompute),
         "compile": "every block" if plan.compile else "no",
         "parameters after forward": "freed (ZeRO-3)" if plan.resolved_reshard_after_forward else "kept (ZeRO-2)",
     }

@@ -184,7 +184,8 @@ def _schedule(best: PricedPlan) -> str:
     order = pipeline_actions(
         schedule.schedule, pp_ranks=shape.pp, microbatches=shown, stages_per_rank=schedule.stages_per_rank
     )
-    units = usual_durations(schedule.recompute == "full")
+    modes = best.plan.recompute_modes(best.request.model.layers)
+    units = usual_durations(modes.count("full") / len(modes))
     durations = {
         (kind, stage): units[kind] for stage in range(shape.pp * schedule.stages_per_rank) for kind in ACTION_KINDS
     }

@@ -21,7 +21,10 @@ from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError, closest_name, format_key, format_value, problem_at, suggest_name
 from danlu.spec.quantity import BARE_NUMBERS, IN_FILE
 from danlu.spec.recipe import MODEL_TAGS, Recipe
+from danlu.spec.recompute import RECOMPUTE_TAGS, RecomputeLayers
 
+_TAGS: dict[object, tuple[str, ...]] = {"model": MODEL_TAGS, "recompute": RECOMPUTE_TAGS}
+"""Fields that are one of several kinds, with what pydantic calls these."""
 _EVERY_KEY = "remove it; `danlu schema` describes every setting"
 D = TypeVar("D", bound=SpecModel)
 D_co = TypeVar("D_co", bound=SpecModel, covariant=True)
@@ -208,8 +211,8 @@ def _problem(document: toml.TomlDocument, kind: type[SpecModel], detail: ErrorDe
 
 
 def _in_file(loc: toml.KeyPath) -> toml.KeyPath:
-    """A key path as in the file: pydantic inserts the tag of the model union."""
-    return loc[:1] + loc[2:] if loc[:1] == ("model",) and loc[1:2] and loc[1] in MODEL_TAGS else loc
+    """A key path as in the file: pydantic inserts the tag of a union."""
+    return loc[:1] + loc[2:] if len(loc) > 1 and loc[1] in _TAGS.get(loc[0], ()) else loc
 
 
 def _named_field(text: str) -> tuple[tuple[str, ...], str]:
@@ -235,6 +238,8 @@ def _fields_at(kind: Any, loc: toml.KeyPath) -> list[str]:
     """Names of the valid settings in the table at `loc`; empty if its names are not fixed."""
     if kind is Recipe and loc[:2] == ("model", "own"):
         kind, loc = CustomModel, loc[2:]
+    elif kind is Plan and loc[:2] == ("recompute", "layers"):
+        kind, loc = RecomputeLayers, loc[2:]
     for part in _in_file(loc):
         if not isinstance(part, str):
             continue

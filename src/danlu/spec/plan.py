@@ -9,6 +9,7 @@ from danlu.spec.cluster import MAX_CHIPS
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.names import Label
 from danlu.spec.quantity import Bytes, Seconds
+from danlu.spec.recompute import Recompute, RecomputeLayers, RecomputeMode
 
 Axis = Literal["pp", "replicate", "shard", "cp", "tp", "ep"]
 DENSE_AXES: tuple[Axis, ...] = ("pp", "replicate", "shard", "cp", "tp")
@@ -120,8 +121,11 @@ class Plan(SpecModel):
     """Microbatches of a rank's share of the batch: gradient accumulation, and what fills the pipeline."""
     pipeline: PipelineConfig = PipelineConfig()
     """Schedule and stages, if `degrees.pp` is above 1."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass: none; all but matmuls and attention; all."""
+    recompute: Recompute = "none"
+    """Activations to recompute in the backward pass: none; all but matmuls and attention; all.
+
+    Or by layer, `{full = "0-15", selective = "16, 20-23"}`: layers that are not named recompute nothing.
+    """
     compile: bool = False
     """Compile every block with torch.compile."""
     reshard_after_forward: bool | None = None
@@ -137,6 +141,11 @@ class Plan(SpecModel):
     def resolved_reshard_after_forward(self) -> bool:
         """Whether gathered parameters are freed after the forward pass, with the default filled in."""
         return self.degrees.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def recompute_modes(self, layers: int) -> tuple[RecomputeMode, ...]:
+        """The recompute mode of every layer."""
+        recompute = self.recompute
+        return recompute.modes(layers) if isinstance(recompute, RecomputeLayers) else (recompute,) * layers
 
     @property
     def num_stages(self) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from torch import nn
 
@@ -15,6 +14,7 @@ from danlu.parallel.tensor import TPStyle, apply_tp
 from danlu.spec.plan import Plan
 from danlu.spec.problem import suggest_name
 from danlu.spec.recipe import PrecisionConfig
+from danlu.spec.recompute import RecomputeLayers
 
 
 class ModuleAdapter:
@@ -40,11 +40,12 @@ class ModuleAdapter:
         """The layers of a stage module."""
         return list(self.structure.layers_in(stage_module).values())
 
-    def recompute_regions(
-        self, stage_module: nn.Module, mode: Literal["selective", "full"]
-    ) -> Iterator[RecomputeRegion]:
+    def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterator[RecomputeRegion]:
         """Entire layers, which may draw random numbers (dropout)."""
-        return (RecomputeRegion(block, uses_rng=True) for block in self.blocks(stage_module))
+        modes = dict(zip(self.structure.blocks, plan.recompute_modes(len(self.structure.blocks)), strict=True))
+        for name, block in self.structure.layers_in(stage_module).items():
+            if (mode := modes[name]) != "none":
+                yield RecomputeRegion(block, mode, uses_rng=True)
 
     def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
         """Layers; then called modules around them, unless they share parameters with others."""
@@ -68,7 +69,7 @@ def check_precision_patterns(structure: ModuleStructure, precision: PrecisionCon
 
 
 def check_layer_list(structure: ModuleStructure, plan: Plan) -> None:
-    """Raise `CustomModelError` if recompute or compile is set and the module has no list of layers."""
+    """Raise `CustomModelError` if recompute or compile is set and the module lacks the layers for it."""
     asked = {"recompute": plan.recompute != "none", "compile": plan.compile}
     for key, wanted in asked.items():
         if wanted and not structure.blocks:
@@ -77,6 +78,8 @@ def check_layer_list(structure: ModuleStructure, plan: Plan) -> None:
                 "works layer by layer, but the module has no list of layers",
                 "keep the layers in an nn.ModuleList, or remove it from the plan",
             )
+    if isinstance(plan.recompute, RecomputeLayers) and (wrong := plan.recompute.beyond(len(structure.blocks))):
+        raise CustomModelError(*wrong)
 
 
 def retie_parameters(stage_module: nn.Module, tied: Iterable[list[str]]) -> None:

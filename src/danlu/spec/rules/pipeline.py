@@ -6,6 +6,7 @@ from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import LOOPED_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, PipelineConfig, Plan
 from danlu.spec.problem import Problem, format_value
 from danlu.spec.recipe import Recipe
+from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.rules.shape import LayoutRule
 
 PlanRule = Callable[[ParsedSpec[Plan]], Iterator[Problem]]
@@ -74,11 +75,12 @@ def split_backward_is_not_compiled(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
 
 def split_backward_is_not_recomputed_in_part(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
     """What selective recompute saves is used once, but a split backward pass would use it twice."""
-    schedule = plan.value.pipeline.schedule
-    if plan.value.degrees.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES and plan.value.recompute == "selective":
+    schedule, recompute = plan.value.pipeline.schedule, plan.value.recompute
+    in_part = recompute == "selective" or (isinstance(recompute, RecomputeLayers) and recompute.selective)
+    if plan.value.degrees.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES and in_part:
         yield plan.problem(
             "recompute",
-            f'is "selective", but the schedule "{schedule}" splits the backward pass, and saved activations can be '
+            f'is "{recompute}", but the schedule "{schedule}" splits the backward pass, and saved activations can be '
             "used only once",
             'recompute = "full", or "none"',
         )
@@ -133,6 +135,13 @@ def layers_add_up(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterato
         )
 
 
+def recomputed_layers_exist(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Recompute by layer names layers of the model."""
+    recompute = plan.value.recompute
+    if isinstance(recompute, RecomputeLayers) and (wrong := recompute.beyond(recipe.value.decoder.layers)):
+        yield plan.problem(*wrong)
+
+
 def tied_on_one_stage(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
     """A tied embedding cannot be on the first stage and on the last."""
     pp = plan.value.degrees.pp
@@ -153,4 +162,9 @@ STAGE_RULES: tuple[PlanRule, ...] = (
     layers_are_positive,
     one_layer_count_per_stage,
 )
-PIPELINE_RULES: tuple[LayoutRule, ...] = (layers_fill_the_stages, layers_add_up, tied_on_one_stage)
+PIPELINE_RULES: tuple[LayoutRule, ...] = (
+    layers_fill_the_stages,
+    layers_add_up,
+    recomputed_layers_exist,
+    tied_on_one_stage,
+)

@@ -1,10 +1,21 @@
-"""Sizes of a model's layers for the cost model: small, hashable, cached per model."""
+"""Sizes of a model's layers: small, hashable, cached per model."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from danlu.cost.software import MLAConfig
 from danlu.spec.model import Model
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): LoRA ranks and head dimensions."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
 
 
 class ModelShape(NamedTuple):
@@ -36,35 +47,10 @@ class ModelShape(NamedTuple):
         """Up-projections of a feed-forward network: 2 if it is gated."""
         return 2 if self.gated else 1
 
-    @property
-    def attention_parameters(self) -> int:
-        """Of one layer, without norms and biases."""
-        if self.mla is None:
-            return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        low = self.mla
-        down = self.width * (low.q_lora_rank + low.kv_lora_rank + low.qk_rope_head_dim)
-        up = self.heads * (low.q_lora_rank * self.head_dim + low.kv_lora_rank * (low.qk_nope_head_dim + low.v_head_dim))
-        return down + up + self.heads * low.v_head_dim * self.width
-
-    @property
-    def dense_parameters(self) -> int:
-        """Of the feed-forward network of a layer without experts."""
-        return (self.num_up_projections + 1) * self.width * self.mlp_dim
-
-    @property
-    def shared_parameters(self) -> int:
-        """Of shared experts and router of one layer."""
-        return (self.num_up_projections + 1) * self.width * self.shared_width + self.width * self.experts
-
-    @property
-    def expert_parameters(self) -> int:
-        """Of one expert."""
-        return (self.num_up_projections + 1) * self.width * self.expert_width
-
 
 @lru_cache(maxsize=256)
 def model_shape(model: Model, latent: MLAConfig | None = None) -> ModelShape:
-    """The sizes of a model that the cost model needs."""
+    """The sizes of a model."""
     moe = model.moe
     return ModelShape(
         layers=model.layers,

@@ -1,0 +1,109 @@
+"""Attention: projections, rotary positions, scores and weighted sums; grouped-query or latent."""
+
+from danlu.ops.layer_shard import LayerShard, Matmul
+from danlu.ops.model_shape import ModelShape
+from danlu.ops.recompute import Saving
+
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+"""Matrix products inside attention: scores and weighted sum; in the backward pass scores again, and four."""
+BACKWARD_TO_FORWARD = BACKWARD_PRODUCTS / FORWARD_PRODUCTS
+
+
+def parameters(shape: ModelShape, *, qkv_bias: bool = False, out_bias: bool = False) -> int:
+    """Of one layer's projections, without norms."""
+    low = shape.mla
+    if low is None:
+        into = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        weights = shape.width * into + shape.heads * shape.head_dim * shape.width
+        return weights + (into if qkv_bias else 0) + (shape.width if out_bias else 0)
+    down = shape.width * (low.q_lora_rank + low.kv_lora_rank + low.qk_rope_head_dim)
+    up = shape.heads * (low.q_lora_rank * shape.head_dim + low.kv_lora_rank * (low.qk_nope_head_dim + low.v_head_dim))
+    return down + up + shape.heads * low.v_head_dim * shape.width
+
+
+def matmuls(shard: LayerShard) -> tuple[Matmul, ...]:
+    """The projections, forward."""
+    shape, tokens, tp = shard.model, shard.tokens, shard.tp
+    low = shape.mla
+    if low is None:
+        columns = (shape.heads + 2 * max(shape.kv_heads, tp)) * shape.head_dim // tp
+        return Matmul(tokens, columns, shape.width), Matmul(tokens, shape.width, shape.heads * shape.head_dim // tp)
+    return (
+        Matmul(tokens, low.q_lora_rank, shape.width),
+        Matmul(tokens, low.kv_lora_rank + low.qk_rope_head_dim, shape.width),
+        Matmul(tokens, shape.heads * shape.head_dim // tp, low.q_lora_rank),
+        Matmul(tokens, shape.heads * (low.qk_nope_head_dim + low.v_head_dim) // tp, low.kv_lora_rank),
+        Matmul(tokens, shape.width, shape.heads * low.v_head_dim // tp),
+    )
+
+
+def latent_matmuls(shard: LayerShard) -> tuple[Matmul, ...]:
+    """MLA's up-projections, which `latent` recompute runs again."""
+    return matmuls(shard)[2:4] if shard.model.mla else ()
+
+
+def core_flops(
+    batch: float, pairs: float, head_dim: float, v_head_dim: float, products: int = FORWARD_PRODUCTS
+) -> float:
+    """FLOPs inside attention, for `batch` sequences times heads and `pairs` of a query and a key it may see.
+
+    Half the products have the width of a key, half that of a value; backward one more has that of a key.
+    """
+    widths = (products + 1) // 2 * head_dim + products // 2 * v_head_dim
+    return 2.0 * batch * pairs * widths
+
+
+def causal_pairs(queries: int, keys: int) -> int:
+    """Pairs that a causal mask leaves: what the math needs and fused kernels compute."""
+    return queries * (queries + 1) // 2 if queries == keys else queries * keys
+
+
+def ulysses_elements(shard: LayerShard) -> tuple[int, int]:
+    """Elements exchanged between heads and positions by context parallelism: queries, keys and values; the output.
+
+    With fewer groups of keys than ranks, groups are repeated.
+    """
+    shape, tokens = shard.model, shard.tokens
+    heads, groups = shape.heads // shard.tp, max(shape.kv_heads // shard.tp, shard.cp)
+    inwards = tokens * (heads * shape.head_dim + groups * (shape.head_dim + shape.v_head_dim))
+    return inwards, tokens * heads * shape.v_head_dim
+
+
+def key_value_elements(shard: LayerShard) -> int:
+    """Elements of the keys and values that a ring passes on."""
+    return 2 * shard.tokens * max(1, shard.model.kv_heads // shard.tp) * shard.model.head_dim
+
+
+def moved_bytes(shard: LayerShard) -> tuple[float, float]:
+    """Bytes through memory, forward and backward: rotation or bias over queries, keys and values in half precision."""
+    shape = shard.model
+    projected = 2.0 * shard.tokens * (shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim) / shard.tp
+    return 2.0 * projected, 3.0 * projected
+
+
+def saved_bytes(shard: LayerShard, saving: Saving) -> float:
+    """Queries, keys and values, the output, and scores if they are saved."""
+    shape, tokens, each = shard.model, shard.tokens, saving.element_bytes
+    heads, groups = shape.heads / shard.tp, max(1, shape.kv_heads // shard.tp)
+    inputs = each * tokens * (heads * shape.head_dim + groups * (shape.head_dim + shape.v_head_dim))
+    kept = inputs + saving.matmul_bytes * tokens * heads * shape.v_head_dim
+    if shape.mla:
+        low = shape.mla
+        kept += each * tokens * (2 * low.q_lora_rank + 2 * low.kv_lora_rank + low.qk_rope_head_dim)
+        if saving.mode == "latent":
+            kept -= inputs
+    if saving.scores and saving.mode != "selective":
+        kept += 5.0 * shard.sequences * heads * shard.length**2
+    return kept
+
+
+def rotary_copy_bytes(shard: LayerShard) -> float:
+    """fp32 copies of queries and keys for rotary positions, which a compiler would fuse away."""
+    shape = shard.model
+    return 4.0 * shard.tokens * (shape.heads + shape.kv_heads) * shape.head_dim / shard.tp
+
+
+def alternate_saved_elements(shard: LayerShard) -> float:
+    """Of the projections that `alternate` recompute keeps, and the output."""
+    shape = shard.model
+    return shard.tokens * (2 * shape.heads * shape.head_dim + shape.kv_heads * shape.v_head_dim) / shard.tp

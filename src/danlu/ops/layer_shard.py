@@ -1,0 +1,57 @@
+"""The share of one layer that one rank computes for one microbatch: what all families of operators are counted from."""
+
+from typing import NamedTuple
+
+from danlu.ops.model_shape import ModelShape
+
+
+class Matmul(NamedTuple):
+    """`groups` products of rows × inner by inner × columns."""
+
+    rows: int
+    columns: int
+    inner: int
+    groups: int = 1
+
+    @property
+    def flops(self) -> float:
+        """A multiply-add is two."""
+        return 2.0 * self.groups * self.rows * self.columns * self.inner
+
+
+class LayerShard(NamedTuple):
+    """Sizes of one layer and one microbatch on one rank."""
+
+    model: ModelShape
+    sequences: int
+    """Of a microbatch."""
+    length: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = True
+    """Whether `tp` also shards positions between the matmuls."""
+    expert_tp: int = 1
+    """Tensor parallelism inside an expert."""
+    expert_imbalance: float = 1.0
+    """Tokens of the fullest expert rank over the mean."""
+
+    @property
+    def tokens(self) -> int:
+        """Before `tp` shards positions."""
+        return self.sequences * self.length // self.cp
+
+    @property
+    def stream(self) -> float:
+        """Elements of the residual stream between blocks."""
+        return self.tokens * self.model.width / (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def routed_rows(self) -> float:
+        """Rows that the experts of the fullest rank get: every token once per chosen expert."""
+        return self.tokens * self.model.top_k / self.tp * self.expert_imbalance
+
+    @property
+    def local_experts(self) -> int:
+        """Routed experts of a rank."""
+        return max(1, self.model.experts // self.ep)

@@ -1,0 +1,28 @@
+"""Norms before attention and feed-forward network, and the residual additions after them."""
+
+from danlu.ops.layer_shard import LayerShard
+from danlu.ops.recompute import Saving
+
+
+def parameters(width: int, *, bias: bool) -> int:
+    """Of one norm: a scale, and a shift with `bias` (LayerNorm)."""
+    return 2 * width if bias else width
+
+
+def moved_bytes(shard: LayerShard) -> tuple[float, float]:
+    """Bytes through memory, forward and backward, in half precision.
+
+    Two norms (a read and a write each) and two residual additions (two reads, a write); backward about one and a half
+    times as many.
+    """
+    stream = 2.0 * shard.stream
+    return 10.0 * stream, 14.0 * stream
+
+
+def saved_bytes(shard: LayerShard, saving: Saving) -> float:
+    """Inputs of both norms and of the matmuls after them; fp32 results of norms if eager."""
+    kept = 2 * saving.element_bytes * shard.stream
+    if saving.mode == "elementwise":
+        return kept
+    inputs = shard.tokens * shard.model.width if saving.gathered_inputs else shard.stream
+    return kept + 2 * saving.matmul_bytes * inputs + (8.0 * shard.stream if saving.eager else 0.0)
