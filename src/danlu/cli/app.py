@@ -26,7 +26,6 @@ from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
 from danlu.cli.stop import stop
 from danlu.cli.train import train
 from danlu.cli.validate import validate
-from danlu.cli.worker import worker
 from danlu.report.terminal import escape_streams
 from danlu.spec import SpecError
 from danlu.spec.text import printable
@@ -87,7 +86,6 @@ app.add_typer(export_hf.app, name="export")
 app.command()(catalog)
 app.command()(chips)
 app.command()(schema)
-app.command(hidden=True)(worker)
 app.command("slurm-ranks", hidden=True)(slurm_ranks)
 app.command("slurm-task", hidden=True)(slurm_task)
 app.command("slurm-ended", hidden=True)(slurm_ended)
