@@ -58,12 +58,13 @@ def main() -> None:
     """Train."""
     torch.manual_seed(0)
     data = text()
-    model = Gpt()
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = Gpt().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
         starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=draw)
-        rows = torch.stack([data[start : start + LENGTH + 1] for start in starts])
+        rows = torch.stack([data[start : start + LENGTH + 1] for start in starts]).to(device)
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -27,16 +27,17 @@ def main(folder: str, *plan: str) -> None:
     samples = text().unfold(0, LENGTH + 1, LENGTH)
     sampler = danlu.StepSampler(len(samples), BATCH, model, seed=7)
     checkpoints = danlu.Checkpointer(folder, model, optimizer)
+    mesh = danlu.get_mesh(model)
     first = checkpoints.load()
     with danlu.Guard(model) as guard:
         for step in range(first, first + 10):
-            rows = samples[sampler.at(step)]
+            rows = samples[sampler.at(step)].to(mesh.device)
             loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
             loss.backward()
             if guard.commit(loss):
                 optimizer.step()
             optimizer.zero_grad()
-            if danlu.get_mesh(model).rank == 0:
+            if mesh.rank == 0:
                 print(f"step {step} loss {guard.loss:.6f} norm {guard.norm:.6f}", flush=True)
             if guard.stop:
                 break

@@ -1,19 +1,35 @@
 """Danlu: train large models on the machines that are really there.
 
-The command line is `danlu --help`. For a custom training loop, see `danlu.parallelize`.
+The command line is `danlu --help`; `danlu.train` and `danlu.dryrun` are its commands for Python. For a custom training
+loop, see `danlu.parallelize`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from danlu.dryrun.api import dryrun
     from danlu.framework.api import Checkpointer, Guard, StepSampler, get_mesh, parallelize, plan, shard_batch
+    from danlu.runs.train import TrainError, TrainResult, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpointer", "Guard", "StepSampler", "__version__", "get_mesh", "parallelize", "plan", "shard_batch"]
+__all__ = [
+    "Checkpointer",
+    "Guard",
+    "StepSampler",
+    "TrainError",
+    "TrainResult",
+    "__version__",
+    "dryrun",
+    "get_mesh",
+    "parallelize",
+    "plan",
+    "shard_batch",
+    "train",
+]
 
-
+_MODULES = dict.fromkeys(("TrainError", "TrainResult", "train"), "danlu.runs.train")
 _RENAMED = {"DataOrder": "StepSampler", "mesh_of": "get_mesh", "share": "shard_batch"}
 
 
@@ -23,4 +39,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"danlu.{name} is now called danlu.{_RENAMED[name]}")
     if name not in __all__:
         raise AttributeError(f"module 'danlu' has no attribute {name!r}")
-    return getattr(import_module("danlu.framework.api"), name)
+    if name == "dryrun":
+        return import_module("danlu.dryrun")  # can be called
+    return getattr(import_module(_MODULES.get(name, "danlu.framework.api")), name)

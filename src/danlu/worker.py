@@ -1,5 +1,6 @@
 """The entry point of one training process: from a run's folder to its last step."""
 
+import os
 import socket
 import sys
 import time
@@ -18,6 +19,7 @@ from danlu.comm.mesh import ParallelMesh, build_mesh
 from danlu.comm.peak_flops import PeakCacheKey, measure_peak
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
+from danlu.framework.atomic_append import AtomicAppendFile
 from danlu.framework.build import build_train_state
 from danlu.framework.checkpoint_manager import CheckpointManager
 from danlu.framework.event_writer import EventWriter, RankEvents
@@ -32,6 +34,7 @@ from danlu.spec import (
     Cluster,
     EndEvent,
     Event,
+    RankFailureEvent,
     ResumeEvent,
     RunFolder,
     StartEvent,
@@ -51,6 +54,9 @@ from danlu.storage.data.mixture_dataset import MixtureDataset
 from danlu.storage.data.shuffle import IntArray
 from danlu.torch_compat import PrefixStore, Store
 
+_MAX_FAILURE_LENGTH = 4_000
+"""Characters of an error in a rank's events; its log has all of them."""
+
 
 def run_worker(
     run: RunFolder,
@@ -66,24 +72,41 @@ def run_worker(
     before it writes anything; where nobody does (`locked` is false), rank 0 takes it.
     """
     link = link or LauncherLink()
-    with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
-        link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
-        try:
+    session = None
+    try:
+        with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
+            link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
             with Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache) as session:
                 session.train(stop)
-        except Exception as error:
-            # At once: the other ranks fail because of this one, and the first to fail is the culprit.
-            unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
-            sys.stderr.write(f"{format_failure(rank_info.rank, unauthorized or error)}\n")
-            sys.stderr.flush()
-            raise
+    except Exception as error:
+        unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
+        step = session.step if session is not None else None
+        _record_failure(run, rank_info.rank, step, unauthorized or error, link)
+        raise
 
 
-def format_failure(rank: int, error: Exception) -> str:
-    """What a rank prints when it fails, in one line with the time; errors of others are given with their type."""
-    words = " ".join(str(error).split())
-    is_ours = type(error).__module__.startswith("danlu.") and words
-    return f"rank {rank} failed at {time.time():.6f}: {words if is_ours else f'{type(error).__name__}: {words}'}"
+def _record_failure(run: RunFolder, rank: int, step: int | None, error: Exception, link: LauncherLink) -> None:
+    """Write this rank's failure into a file of its own; the launcher hears of it if the disk cannot be written."""
+    words = " ".join(str(error).split())[:_MAX_FAILURE_LENGTH]
+    failure = RankFailureEvent(
+        time=time.time(),
+        rank=rank,
+        step=step,
+        error=type(error).__name__,
+        message=words,
+        explained=bool(type(error).__module__.startswith("danlu.") and words),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+    line = failure.model_dump_json()
+    file = AtomicAppendFile(run.rank_events(rank))
+    try:
+        file.append(f"{line}\n".encode())
+    except OSError as disk:
+        sys.stderr.write(f"rank {rank}: its failure could not be written to {file.path}: {disk.strerror}\n")
+        link.report_event(line)
+    finally:
+        file.close()
 
 
 class Session:
@@ -106,6 +129,8 @@ class Session:
         """Join the world of all ranks that meet at `store`; returns when they are there."""
         self.run, self.rank_info, self.link = run, rank_info, link or LauncherLink()
         self.peak_cache = peak_cache
+        self.step: int | None = None
+        """Steps done when training ended, however it ended; None before it began."""
         self.recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
         set_umask(self.recipe.access)
         self.cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
@@ -158,8 +183,11 @@ class Session:
                     writer.write(event)
             memory_peak = self.chip.runtime.max_memory
             stages = TrainStages(data, forward_backward, manager, events, stop, memory_peak)
-            run_training_loop(recipe, state, mesh, stages)
-            manager.close()
+            try:
+                run_training_loop(recipe, state, mesh, stages)
+                manager.close()
+            finally:
+                self.step = state.step
             outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
             events.write(EndEvent(time=time.time(), step=state.step, outcome=outcome))
         return outcome

@@ -13,15 +13,7 @@ from pathlib import Path
 import pytest
 from source_tree import PACKAGE, ROOT, rooms
 
-WITHOUT_TORCH = [
-    "danlu.spec",
-    "danlu.ops",
-    "danlu.cost",
-    "danlu.planner",
-    "danlu.report",
-    "danlu.scheduler",
-    "danlu.cli",
-]
+WITHOUT_TORCH = [f"danlu.{room}" for room in ("spec", "ops", "cost", "planner", "report", "scheduler", "runs", "cli")]
 COMMANDS_WITHOUT_TORCH = [
     ["--help"],
     ["--version"],

@@ -18,7 +18,7 @@ from danlu.spec import EndEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
 TELL = """\
 import json, os, sys
 from pathlib import Path
-from danlu.cli.slurm_commands import resolve_task, wait_for_ranks_file
+from danlu.scheduler.slurm_task import resolve_task, wait_for_ranks_file
 run = Path(sys.argv[1])
 task = resolve_task(wait_for_ranks_file(run, os.environ), os.environ)
 (run / f"task-{task.rank}.json").write_text(task.model_dump_json())

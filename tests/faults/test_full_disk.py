@@ -134,7 +134,7 @@ def test_a_run_that_cannot_be_written_to_is_shown_and_nothing_of_it_is_touched(a
     (account.folder / "text.txt").write_text(TEXT)
     (account.folder / "small.toml").write_text(RECIPE)
     prepared = (
-        "from danlu.cli.prepare import prepare_run; from pathlib import Path; "
+        "from danlu.runs.prepare import prepare_run; from pathlib import Path; "
         "prepare_run(Path('small.toml'), None, None, 'theirs', 1)"
     )
     subprocess.run([sys.executable, "-c", prepared], cwd=account.folder, check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.spec import EndEvent, PreflightEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
+from danlu.spec import EndEvent, PreflightEvent, RankFailureEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
 
 RECIPE = """
 name = "small"
@@ -127,6 +127,9 @@ def test_a_store_that_takes_nothing_ends_the_run_before_its_first_step(folder: P
     output = run(folder, "train", "--resume", "closed", code=1)
     assert "rank 0 failed: " in output and "cannot be written" in output
     assert "Traceback" not in output and "NotReady" not in output
+    (failure,) = made.read_rank_events(0)
+    assert isinstance(failure, RankFailureEvent) and failure.explained and failure.step is None
+    assert f"rank 0 failed: {failure.message}" in " ".join(output.split())
     assert losses(folder, "closed") == {}
     assert "has no checkpoint to resume from" in run(folder, "resume", "closed", code=2)
 
@@ -147,3 +150,39 @@ def test_failure_names_the_rank(folder: Path, whole: dict[int, float]) -> None:
     last = list(made.read_events())[-1]
     assert isinstance(last, EndEvent)
     assert last.outcome == "failed"
+
+
+PYTHON = """
+import sys
+from pathlib import Path
+import danlu
+assert "torch" not in sys.modules
+from danlu.spec import Degrees, Plan, load_recipe
+recipe = load_recipe(Path("small.toml"))
+result = danlu.train(recipe, plan=Plan(degrees=Degrees(shard=2)), name="called", quiet=True)
+assert "torch" not in sys.modules, "ranks are other processes"
+assert (result.step, result.outcome, result.run.name) == (12, "finished", "called"), result
+closed = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"store": "/proc/nowhere"})})
+try:
+    danlu.train(closed, name="refused-store", quiet=True)
+except danlu.TrainError as error:
+    *_, end = error.run.read_events()
+    assert end.message == str(error) and "rank 0 failed" in str(error), error
+else:
+    raise AssertionError("a store that takes nothing must end the run")
+print(repr(result.loss))
+"""
+
+
+def test_a_program_trains_as_the_command_does(folder: Path, whole: dict[int, float]) -> None:
+    called = subprocess.run(
+        [sys.executable, "-c", PYTHON],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert called.returncode == 0, called.stdout + called.stderr
+    assert losses(folder, "called") == whole, "to the last bit"
+    assert called.stdout == f"{whole[12]!r}\n", "quiet"

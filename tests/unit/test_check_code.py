@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.cli.recipe_paths import resolve_recipe_paths
 from danlu.spec import load_recipe
 from danlu.spec.custom_model import CustomModel
+from danlu.spec.recipe_paths import resolve_recipe_paths
 
 RECIPE = """\
 name = "own"

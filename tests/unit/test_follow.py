@@ -1,13 +1,15 @@
 """Following a job: what is told, what is waited for, and what it comes to."""
 
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
+import pytest
 
-from danlu.cli.follow_job import follow_job
+from danlu.cli.slurm_submit import follow_job
 from danlu.report import ProgressDisplay
-from danlu.scheduler import JobStatus, SlurmError
+from danlu.report.terminal import Console
+from danlu.scheduler import JobStatus, SlurmError, SlurmJob, SlurmLauncher, follow
 from danlu.spec import EndEvent, RunFolder
 
 
@@ -30,10 +32,13 @@ class TestFollow:
         def sleep(seconds: float) -> None:
             now[0] += seconds
 
+        job = SlurmJob(name="x", workdir="/", run_folder=str(run.path), python="python", nodes=1, tasks_per_node=1)
+        launcher = SlurmLauncher(run, job, get_status=ask, clock=lambda: now[0])
+        launcher.job_id = 7
         try:
-            outcome: int | SlurmError = follow_job(
-                7, run, ProgressDisplay(run, console), console, ask, clock=lambda: now[0], sleep=sleep
-            )
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("danlu.runs.train.follow", partial(follow, sleep=sleep))
+                outcome: int | SlurmError = follow_job(launcher, ProgressDisplay(run, console), console)
         except SlurmError as error:
             outcome = error
         assert isinstance(console.file, StringIO)
@@ -55,7 +60,11 @@ class TestFollow:
         (run.logs / "job.log").write_text("first words\n" + "more\n" * 20 + "srun: error: n1: task 3: Exited\n")
         outcome, shown = self.told(run, [self.status("RUNNING"), self.status("FAILED", "NonZeroExitCode", code=3)])
         assert outcome == 3
-        assert "ended as FAILED with exit code 3" in shown and "task 3: Exited" in shown and "first words" not in shown
+        assert (
+            "job 7 ended as FAILED with exit code 3" in shown
+            and "task 3: Exited" in shown
+            and "first words" not in shown
+        )
 
     def test_a_run_that_was_stopped_is_no_failure_and_no_success(self, tmp_path: Path) -> None:
         run = RunFolder(tmp_path)

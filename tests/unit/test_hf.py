@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from danlu.cli.app import app
 from danlu.cli.export_hf import choose_step, parse_run_step
-from danlu.cli.prepare import check_weights
 from danlu.cost import count_parameters
 from danlu.framework.hf import MODEL_FILE, export_hf, import_hf
 from danlu.framework.hf_compare import LOGIT_TOLERANCE, compare_logits, load_decoder, load_imported_decoder
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, load_weights, parameter_shapes
+from danlu.runs.prepare import check_weights
 from danlu.spec import Model, Moe, SpecError
-from danlu.spec.load import load_model, load_recipe
+from danlu.spec.load import load_model, load_recipe, read_recipe
 from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
 
 RECIPE = """name = "tuned"
@@ -326,7 +326,7 @@ def test_a_recipe_may_not_change_what_the_weights_mean(tmp_path: Path) -> None:
 
     def check(table: str) -> None:
         path.write_text(RECIPE.format(weights=tmp_path / "out") + table)
-        check_weights(path, load_recipe(path))
+        check_weights(read_recipe(path))
 
     check("[model]\nsequence = 64\n")
     with pytest.raises(SpecError) as refused:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.cli.prepare import choose_new_run_folder
+from danlu.runs.prepare import choose_new_run_folder
 from danlu.spec import Cluster, SpecError, load_cluster, load_plan, load_recipe, toml
 from danlu.spec.files import MAX_TEXT_BYTES, read_bytes
 from danlu.spec.names import is_name, sanitize_name

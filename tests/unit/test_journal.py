@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from made_runs import started, step
+from pydantic import ValidationError
 from tensorboardX.proto.event_pb2 import Event as TensorBoardEvent
 from tensorboardX.record_writer import masked_crc32c
 
 from danlu.framework.event_writer import EventWriter
 from danlu.spec import EndEvent, Event, RunFolder, SaveEvent, WarningEvent
-from danlu.spec.event import parse_event
+from danlu.spec.event import parse_event, unknown_kind
 
 
 @pytest.fixture
@@ -169,3 +170,21 @@ def test_records_have_the_sums_that_tensorboard_checks(run: RunFolder) -> None:
         body = data[place + 12 : place + 12 + length]
         assert struct.unpack_from("<I", data, place + 12 + length)[0] == masked_crc32c(body)
         place += 16 + length
+
+
+NEWER = '{"kind": "rebalanced", "time": 2.0, "experts": [1, 2]}\n'
+
+
+def test_a_kind_that_only_a_newer_danlu_knows_is_skipped_with_one_warning(run: RunFolder) -> None:
+    run.events.write_text(started().model_dump_json() + "\n" + NEWER * 3 + step(1).model_dump_json() + "\n")
+    with pytest.warns(UserWarning, match='a newer Danlu wrote: 3 of kind "rebalanced"') as told:
+        assert [event.kind for event in run.read_events()] == ["started", "step"]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("line", ['{"kind": "step", "time": 1.0}', '{"time": 1.0}', '{"kind": 5}', "[]", "no"])
+def test_a_malformed_line_of_a_known_kind_or_of_none_stays_an_error(run: RunFolder, line: str) -> None:
+    run.events.write_text(f"{line}\n")
+    with pytest.raises(ValidationError) as refused:
+        list(run.read_events())
+    assert unknown_kind(refused.value) is None

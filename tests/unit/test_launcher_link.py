@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from danlu.cli import rank_failure
-from danlu.cli.rank_failure import count_oom_kills, describe_failure, log_tail
-from danlu.cli.rendezvous_file import rendezvous_file
 from danlu.comm.connection_check import UnauthorizedConnectionError, check_connections, unauthorized_uids
 from danlu.comm.launcher_link import LauncherLink, RankLinks
 from danlu.comm.rendezvous import RankInfo, _listen, rendezvous
+from danlu.scheduler import rank_failure
+from danlu.scheduler.rank_failure import count_oom_kills, describe_failure, first_failure, log_tail
+from danlu.scheduler.rendezvous_file import rendezvous_file
+from danlu.spec import RankFailureEvent, RunFolder
 
 LAUNCH = """
 import os, subprocess, sys, time
@@ -179,18 +180,38 @@ def test_another_account_that_connects_is_noticed(uid: int) -> None:
 
 
 def test_a_killed_rank_is_told_by_its_signal_and_what_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert describe_failure(1, -signal.SIGSEGV, "", 0) == "rank 1 was killed by SIGSEGV"
+    assert describe_failure(1, -signal.SIGSEGV, None, "", 0) == "rank 1 was killed by SIGSEGV"
     assert isinstance(count_oom_kills(), int), "Linux counts them"
     monkeypatch.setattr(rank_failure, "count_oom_kills", lambda: 5)
-    assert "OOM killer ended 2 processes" in describe_failure(1, -signal.SIGKILL, "", 3)
-    assert "not out of memory" in describe_failure(1, -signal.SIGKILL, "", 5)
-    assert "out of memory?" in describe_failure(1, -signal.SIGKILL, "", None)
+    assert "OOM killer ended 2 processes" in describe_failure(1, -signal.SIGKILL, None, "", 3)
+    assert "not out of memory" in describe_failure(1, -signal.SIGKILL, None, "", 5)
+    assert "out of memory?" in describe_failure(1, -signal.SIGKILL, None, "", None)
+
+
+def failure(rank: int, **changes: object) -> RankFailureEvent:
+    figures: dict[str, object] = {"time": 17.5, "step": 3, "error": "KeyError", "message": "'x'", "explained": False}
+    return RankFailureEvent.model_validate({"rank": rank, "host": "n0", "pid": 12} | figures | changes)
 
 
 def test_a_rank_is_quoted_in_its_own_plain_words() -> None:
-    said = "some noise\nrank 2 failed at 17.5: loss nan must be finite\nTraceback\n[rank2]: danlu.x.NoError: loss\n"
-    assert describe_failure(2, 1, said, 0) == "rank 2 failed: loss nan must be finite"
-    assert log_tail(2, said) == [], "the traceback of an error of ours tells nothing more"
-    strange = "rank 2 failed at 17.5: KeyError: 'x'\nTraceback\n"
-    assert log_tail(2, strange) == strange.splitlines()
-    assert describe_failure(2, 1, "", 0) == "rank 2 ended with exit code 1: no output"
+    said = "some noise\nTraceback\n"
+    ours = failure(2, error="DivergedError", message="loss nan must be finite", explained=True)
+    assert describe_failure(2, 1, ours, said, 0) == "rank 2 failed: loss nan must be finite"
+    assert log_tail(ours, said) == [], "the traceback of an error of ours tells nothing more"
+    assert describe_failure(2, 1, failure(2), said, 0) == "rank 2 failed: KeyError: 'x'"
+    assert log_tail(failure(2), said) == said.splitlines()
+    assert describe_failure(2, 1, None, "", 0) == "rank 2 ended with exit code 1: no output"
+
+
+def test_the_first_failure_of_this_start_is_found_among_the_files_of_all_ranks(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert first_failure(run, since=0.0) is None
+    run.rank_events(0).parent.mkdir()
+    for each in (failure(0, time=9.0), failure(0, time=30.0), failure(12, time=20.0), failure(3, time=25.0)):
+        with run.rank_events(each.rank).open("a") as events:
+            events.write(each.model_dump_json() + "\n")
+    found = first_failure(run, since=10.0)
+    assert found is not None and (found.rank, found.time) == (12, 20.0)
+    run.rank_events(12).write_text("no event\n")
+    found = first_failure(run, since=10.0)
+    assert found is not None and found.rank == 3, "an unreadable file is passed over"

@@ -43,6 +43,16 @@ def test_a_plan_by_name_by_file_or_by_default(tmp_path: Path, alone: None) -> No
         danlu.plan(file, tp=2)
 
 
+def test_the_whole_module_is_never_moved_to_the_device(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharding moves parameters unit by unit, so that a model that fits only sharded fits."""
+
+    def moved(module: nn.Module, *_: object, **__: object) -> nn.Module:
+        pytest.fail(f"{type(module).__name__} was moved before it was sharded")
+
+    monkeypatch.setattr(nn.Module, "_apply", moved)  # behind `to` and all its relatives
+    danlu.parallelize(made_modules.Chain(), danlu.plan())
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

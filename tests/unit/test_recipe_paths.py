@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from danlu.cli.recipe_paths import resolve_recipe_paths
 from danlu.spec.model import Model
 from danlu.spec.recipe import BatchConfig, CheckpointConfig, DataConfig, Recipe
+from danlu.spec.recipe_paths import resolve_recipe_paths
 
 
 def recipe(saves: CheckpointConfig) -> Recipe:

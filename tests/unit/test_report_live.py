@@ -11,6 +11,7 @@ from rich.console import Console
 
 from danlu.cli import main
 from danlu.report import ProgressDisplay, RunSummary, list_runs, summary, write_run_page
+from danlu.report.run_history import read_run_history
 from danlu.report.run_tables import runs_table, summarize_run
 from danlu.spec import EndEvent, RunFolder, WarningEvent
 from danlu.storage import run_lock
@@ -74,6 +75,23 @@ def test_warnings_are_printed_once_and_old_ones_not_again(run: RunFolder) -> Non
     live.close()
     assert output.getvalue().count("warning rank 2: [x] is slow\n") == 1
     assert "of the first start" not in output.getvalue()
+
+
+def test_events_of_a_newer_danlu_are_skipped_counted_and_told_once(run: RunFolder) -> None:
+    live, out = watched(run, terminal=False, clock=[0.0])
+    newer = '{"kind": "rebalanced \\u001b[31m", "time": 2.0}'
+    with run.events.open("a") as events:
+        events.write(f"{newer}\n{newer}\n{step(1).model_dump_json()}\n")
+    live.update()
+    live.update(unwritten=[newer])
+    live.close()
+    assert out.getvalue().count("are skipped: a newer Danlu wrote them") == 1
+    assert "\x1b" not in out.getvalue()
+    history = read_run_history(run)
+    assert history.problems == [] and history.step == 1
+    assert "2 of kind" in history.skipped_events
+    assert history.skipped_events in summarize_run(run).message
+    assert "a newer Danlu wrote" in write_run_page(run).read_text()
 
 
 def test_the_terminal_shows_a_bar_and_a_line(run: RunFolder) -> None:

@@ -76,7 +76,7 @@ def test_train_refuses_before_anything_is_written(tmp_path: Path, monkeypatch: p
 
 
 def test_the_run_s_recipe_shows_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from danlu.cli.prepare import prepare_locked_run
+    from danlu.runs.prepare import prepare_run
 
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.read_text())
@@ -89,7 +89,7 @@ def test_the_run_s_recipe_shows_what_was_set(tmp_path: Path, monkeypatch: pytest
         "batch.length=64",
         "schedule.warmup=1",
     ]
-    run, lock = prepare_locked_run(recipe, None, None, None, 1, settings)
+    run, lock = prepare_run(recipe, None, None, None, 1, settings)
     lock.release()
     kept = read_recipe(run.recipe).value
     assert (kept.steps, kept.batch.length, kept.schedule.warmup) == (3, 64, 1)

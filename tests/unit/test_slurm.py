@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from danlu import scheduler
 from danlu.cli import slurm_commands
-from danlu.cli.slurm_commands import assign_ranks, resolve_task, slurm_ended, wait_for_ranks_file
-from danlu.cli.train import EXIT_STOPPED
+from danlu.cli.slurm_commands import slurm_ended
 from danlu.scheduler import (
+    EXIT_STOPPED,
     JobStatus,
     RankMap,
     SlurmError,
@@ -33,12 +33,14 @@ from danlu.scheduler import (
     read_ranks,
     read_topology,
     render_sbatch,
+    slurm_task,
     submit_script,
     write_job_id,
     write_ranks,
 )
 from danlu.scheduler.slurm import run_command
-from danlu.spec import Chip, Cluster, Degrees, EndEvent, NetworkLevel, Plan, RunFolder, StepEvent
+from danlu.scheduler.slurm_task import assign_ranks, resolve_task, wait_for_ranks_file
+from danlu.spec import Chip, Cluster, Degrees, EndEvent, NetworkLevel, Plan, RankFailureEvent, RunFolder, StepEvent
 from danlu.storage import run_lock
 
 HOLDING_SHELL = 'exec 9<>"$0"/.lock; "$1" -c "$2" "$0"; echo taken; read -r _'
@@ -392,8 +394,8 @@ class TestRanks:
         self, monkeypatch: pytest.MonkeyPatch, text: str, nodes: tuple[str, ...], remark: str
     ) -> None:
         asked = []
-        monkeypatch.setattr(scheduler, "read_topology", lambda: asked.append("topology") or parse_topology(text))
-        monkeypatch.setattr(scheduler, "get_node_address", lambda node: asked.append(node) or "10.0.0.2")
+        monkeypatch.setattr(slurm_task, "read_topology", lambda: asked.append("topology") or parse_topology(text))
+        monkeypatch.setattr(slurm_task, "get_node_address", lambda node: asked.append(node) or "10.0.0.2")
         ranks = assign_ranks(
             {
                 "SLURM_JOB_ID": "7",
@@ -424,6 +426,21 @@ class TestRanks:
         *_, end = run.read_events()
         assert isinstance(end, EndEvent) and (end.step, end.outcome) == (2, "failed")
         assert "exit code 7" in end.message
+
+    def test_a_rank_that_reported_its_failure_is_named_at_the_end(self, tmp_path: Path) -> None:
+        run = RunFolder(tmp_path)
+        run.rank_events(3).parent.mkdir()
+        with run_lock.acquire(run, job=12):
+            for rank, after, words in ((3, 1.0, "loss nan"), (1, 2.0, "peer is gone"), (2, -99.0, "an earlier start")):
+                when = time.time() + after
+                failure = RankFailureEvent(
+                    time=when, rank=rank, step=4, error="X", message=words, explained=True, host="n", pid=1
+                )
+                run.rank_events(rank).write_text(failure.model_dump_json() + "\n")
+            with pytest.raises(typer.Exit):
+                slurm_ended(tmp_path, 1)
+        *_, end = run.read_events()
+        assert isinstance(end, EndEvent) and end.message.startswith("rank 3 failed: loss nan; job ")
 
     def test_a_job_whose_run_was_stopped_ends_as_train_does_and_an_older_stop_is_not_its_own(
         self, tmp_path: Path

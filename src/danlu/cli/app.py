@@ -25,7 +25,6 @@ from danlu.cli.show import show
 from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
 from danlu.cli.stop import stop
 from danlu.cli.train import train
-from danlu.cli.worker import worker
 from danlu.report.terminal import escape_streams
 from danlu.spec import SpecError
 from danlu.spec.text import printable
@@ -85,7 +84,6 @@ app.add_typer(export_hf.app, name="export")
 app.command()(catalog)
 app.command()(chips)
 app.command()(schema)
-app.command(hidden=True)(worker)
 app.command("slurm-ranks", hidden=True)(slurm_ranks)
 app.command("slurm-task", hidden=True)(slurm_task)
 app.command("slurm-ended", hidden=True)(slurm_ended)

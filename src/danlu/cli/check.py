@@ -7,19 +7,16 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from danlu.cli.custom_model import check_custom_model, factory_source
-from danlu.cli.precision_warning import warn_slow_precision
-from danlu.cli.recipe_paths import resolve_recipe_paths
 from danlu.cost import count_active_parameters, count_parameters
+from danlu.framework.custom.check import check_custom_model, factory_source
 from danlu.report.formatting import count
 from danlu.report.precision_text import slow_precision_note
 from danlu.report.terminal import Console
+from danlu.runs.prepare import warn_slow_precision
 from danlu.spec.check import RunSpec, load_run_spec
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.model import Model
-from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError
-from danlu.spec.recipe import Recipe
 
 
 def check(
@@ -38,8 +35,7 @@ def check(
     """Check a recipe, a plan and a cluster for contradictions, and report every problem with its line."""
     try:
         checked = load_run_spec(recipe, plan, cluster)
-        resolved = resolve_recipe_paths(checked.recipe, recipe.parent)
-        not_checked = _check_code(resolved, recipe, checked.plan, plan, do_import)
+        not_checked = _check_code(checked, do_import)
     except SpecError as error:
         if as_json:
             _print_json(error.problems)
@@ -55,15 +51,15 @@ def check(
             _unwrapped_console(error=False).print(Text(f"not checked: {not_checked}", "yellow"))
 
 
-def _check_code(recipe: Recipe, file: Path, plan: Plan, plan_file: Path | None, do_import: bool) -> str:
+def _check_code(checked: RunSpec, do_import: bool) -> str:
     """Check a custom model against the plan, printing first which code will run; returns what was not checked."""
-    if not isinstance(recipe.model, CustomModel):
+    if not isinstance(checked.recipe.model, CustomModel):
         return ""
-    code = factory_source(recipe.model)
+    code = factory_source(checked.recipe.model)
     if not do_import:
         return f"the model itself, because {code} was not imported"
     typer.echo(f"imports and runs {code}; --no-import checks without", err=True)
-    check_custom_model(recipe, file, plan, plan_file)
+    check_custom_model(checked)
     return ""
 
 

@@ -14,14 +14,14 @@ from danlu.cli.ckpt_ref import (
     S3Option,
     fail,
     incremental_progress_bar,
-    progress_bar,
     report_errors,
     resolve_ref,
 )
 from danlu.cli.ckpt_tables import entries_table, entry_json, manifest_table, tensor_json, tensors_table
-from danlu.cli.prepare import DEFAULT_RUNS_DIR
 from danlu.report import formatting
+from danlu.report.progress_bar import progress_bar
 from danlu.report.terminal import Console
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
 from danlu.storage.checkpoint.copying import CopyResult, copy_checkpoint
 from danlu.storage.checkpoint.inspection import CheckpointEntry, VerifyResult, tree_stats, verify

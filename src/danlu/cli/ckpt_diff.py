@@ -16,8 +16,8 @@ from danlu.cli.ckpt_ref import (
     resolve_ref,
 )
 from danlu.cli.ckpt_tables import format_axes, format_shape, format_tensor_diff, total_bytes
-from danlu.cli.prepare import DEFAULT_RUNS_DIR
 from danlu.report.terminal import Console
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage.checkpoint.compare import CheckpointDiff, TensorDiff, compare_manifests, compare_tensor
 from danlu.storage.checkpoint.manifest import Manifest
 from danlu.storage.checkpoint.reader import CheckpointReader

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from danlu.report.progress_bar import progress_bar
 from danlu.report.run_tables import find_run, is_run_folder
-from danlu.report.terminal import Console
 from danlu.spec import RunFolder
 from danlu.storage.checkpoint.copying import CheckpointExistsError
 from danlu.storage.checkpoint.inspection import CheckpointEntry, list_checkpoints
@@ -115,16 +114,6 @@ def report_errors() -> Iterator[None]:
         yield
     except (CorruptCheckpointError, CheckpointExistsError, OSError, EOFError, ImportError) as error:
         fail(str(error))
-
-
-@contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over bytes on standard error, removed at the end."""
-    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager

@@ -1,25 +1,24 @@
 """`danlu data`: build, append, show and verify training data."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from danlu.cli.data_executor import BuildExecutor, ExecutorOption, RayAddressOption, open_tokenize_fn
 from danlu.cli.data_locate import locate
+from danlu.report.progress_bar import progress_bar
 from danlu.report.terminal import Console
+from danlu.runs.dataset import build_line, shard_count, skipped_lines
 from danlu.spec import SpecError
 from danlu.spec.problem import problem_at
 from danlu.storage.data.build import DEFAULT_SHARD_TOKENS, BuildResult, build_dataset
 from danlu.storage.data.dataset_index import DatasetIndex, read_index
-from danlu.storage.data.token_shards import OnProgress, TokenShards
-from danlu.storage.data.tokenizer import BYTES_TOKENIZER, BytesTokenizer, Tokenizer, open_tokenizer
+from danlu.storage.data.token_shards import TokenShards
+from danlu.storage.data.tokenizer import BYTES_TOKENIZER, BytesTokenizer, open_tokenizer
 
 app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_help=True)
 
@@ -58,7 +57,7 @@ def build_command(
     The same sources give the same bytes. An interrupted build resumes when it is run again.
     """
     encoder = open_tokenizer(tokenizer, end_of_text)
-    with open_tokenize_fn(encoder, on, address) as encode, _progress("tokens") as on_progress:
+    with open_tokenize_fn(encoder, on, address) as encode, progress_bar("tokens") as on_progress:
         built = build_dataset(
             sources,
             output,
@@ -98,7 +97,7 @@ def append(
         message = f'was built with tokenizer "{known}", whose file is needed to add to it'
         raise SpecError([problem_at(output, 1, "tokenizer", message, "--tokenizer FILE")])
     encoder = open_tokenizer(tokenizer or BYTES_TOKENIZER, end_of_text)
-    with open_tokenize_fn(encoder, on, address) as encode, _progress("tokens") as on_progress:
+    with open_tokenize_fn(encoder, on, address) as encode, progress_bar("tokens") as on_progress:
         built = build_dataset(
             sources,
             output,
@@ -133,7 +132,7 @@ def show(folder: DatasetFolder, as_json: JsonOption = False) -> None:
 def verify(folder: DatasetFolder, as_json: JsonOption = False) -> None:
     """Read every shard and compare its hash with the index; exit code 2 if one differs."""
     shards = TokenShards.open(folder)
-    with _progress("hashes") as on_progress:
+    with progress_bar("hashes") as on_progress:
         shards.verify(on_progress)
     index = shards.index
     if as_json:
@@ -141,38 +140,13 @@ def verify(folder: DatasetFolder, as_json: JsonOption = False) -> None:
             json.dumps({"folder": str(folder), "shards": len(index.shards), "tokens": index.tokens, "good": True})
         )
     else:
-        typer.echo(f"{folder}: {_shards_text(index)}, {index.tokens:,} tokens: all match the index")
-
-
-def build_with_progress(sources: list[str], folder: Path, tokenizer: Tokenizer) -> None:
-    """Build a data set that a command needs; shows a progress bar, what was skipped, and the result in one line."""
-    with _progress("tokens") as on_progress:
-        built = build_dataset(sources, folder, tokenizer, on_progress)
-    _warn_skipped(built)
-    typer.echo(_result_line(folder, built))
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[OnProgress]:
-    """A progress bar over bytes on standard error, removed at the end."""
-    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        typer.echo(f"{folder}: {shard_count(index)}, {index.tokens:,} tokens: all match the index")
 
 
 def _print_result(output: Path, built: BuildResult, as_json: bool) -> None:
-    _warn_skipped(built)
-    typer.echo(json.dumps(_result_json(output, built), indent=2) if as_json else _result_line(output, built))
-
-
-def _warn_skipped(built: BuildResult) -> None:
-    if built.skipped:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(built.skipped.items()))
-        typer.echo(f"skipped: {counts}", err=True)
-    for problem in built.skipped_examples:
-        typer.echo(f"  {problem.file}:{problem.line}: {problem.key}: {problem.message}", err=True)
+    for line in skipped_lines(built):
+        typer.echo(line, err=True)
+    typer.echo(json.dumps(_result_json(output, built), indent=2) if as_json else build_line(output, built))
 
 
 def _print_note(text: str) -> None:
@@ -196,20 +170,6 @@ def _result_json(folder: Path, built: BuildResult) -> dict[str, object]:
     }
 
 
-def _result_line(folder: Path, built: BuildResult) -> str:
-    index = built.index
-    return (
-        f"{folder}: {index.documents:,} documents, {index.tokens:,} tokens, {_shards_text(index)}"
-        f" in {built.seconds:.1f} s, unigram loss {index.unigram_loss:.4f}"
-        + (f", version {len(index.editions) - 1}" if len(index.editions) > 1 else "")
-        + (f" ({built.resumed_shards} shards reused from an interrupted build)" if built.resumed_shards else "")
-    )
-
-
-def _shards_text(index: DatasetIndex) -> str:
-    return f"{len(index.shards):,} shard{'s' if len(index.shards) > 1 else ''}"
-
-
 def _table(folder: Path, index: DatasetIndex) -> Table:
     table = Table(title=str(folder), show_header=False, title_justify="left")
     rows = {
@@ -217,7 +177,7 @@ def _table(folder: Path, index: DatasetIndex) -> Table:
         "vocabulary": f"{index.vocabulary:,} (end of text: {index.end_of_text})",
         "documents": f"{index.documents:,}",
         "tokens": f"{index.tokens:,}, {index.tokens / index.documents:,.0f} per document",
-        "shards": f"{_shards_text(index)} of {index.dtype}",
+        "shards": f"{shard_count(index)} of {index.dtype}",
         "unigram loss": f"{index.unigram_loss:.4f}",
         "versions": "\n".join(
             f"{number}: {version.shards:,} shards, {version.tokens:,} tokens"

@@ -9,9 +9,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from danlu.cli.recipe_paths import resolve_recipe_paths
 from danlu.report.terminal import Console
 from danlu.spec import Cluster, Plan, Recipe, load_cluster, load_plan, load_recipe
+from danlu.spec.recipe_paths import resolve_recipe_paths
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage.data.mixture_dataset import MixtureDataset
 from danlu.storage.data.sample_provenance import Decode, SampleProvenance, trace_samples
 from danlu.storage.data.token_shards import rank_sample_indices
@@ -19,7 +20,6 @@ from danlu.storage.data.tokenizer import open_tokenizer
 from danlu.storage.data.version_log import DatasetVersionLog
 
 _TEXT_WIDTH = 60
-DEFAULT_RUNS_DIR = Path("runs")
 
 
 def locate(

@@ -6,26 +6,20 @@ from typing import Annotated
 
 import typer
 
-from danlu.cli.custom_model import check_custom_model
 from danlu.cli.dryrun_output import write_dryrun_page
-from danlu.cli.recipe_paths import resolve_recipe_paths
-from danlu.comm.rank_layout import dense_ranks
+from danlu.cli.run_options import ClusterOption, RecipeArgument
+from danlu.dryrun import api
+from danlu.dryrun.api import MAX_DEFAULT_PP_RANKS, RankError
 from danlu.report import formatting
 from danlu.report.dryrun_tables import memory_table, operator_table, table_notes, traffic_table
 from danlu.report.terminal import Console
-from danlu.spec import Plan
-from danlu.spec.check import load_run_spec
-from danlu.spec.cluster import Cluster
 from danlu.spec.trace import DryRun
-
-MAX_DEFAULT_PP_RANKS = 4
-"""Up to this many pp ranks are all run by default."""
 
 
 def dryrun(
-    recipe: Annotated[Path, typer.Argument(help="What to train.", metavar="RECIPE.toml")],
+    recipe: RecipeArgument,
     plan: Annotated[Path | None, typer.Option(help="How it runs; one rank if omitted.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalog, or its file.")] = None,
+    cluster: ClusterOption = None,
     ranks: Annotated[
         str,
         typer.Option(
@@ -47,22 +41,19 @@ def dryrun(
     without peers. The batch is the recipe's; experts are assumed to be evenly loaded. Layers that are identical to
     their neighbors are extrapolated rather than run; the last lines say how many.
     """
-    checked = load_run_spec(recipe, plan, cluster, default=Plan())
-    resolved = resolve_recipe_paths(checked.recipe, recipe.parent)
-    check_custom_model(resolved, recipe, checked.plan, plan)
-    numbers = _ranks(ranks, checked.plan, checked.cluster)
-    from danlu.dryrun.dry_run import dry_run_ranks
-
     errors = Console(stderr=True)
     started = time.monotonic()
     with errors.status("") as status:
 
-        def on_rank(rank: int) -> None:
-            status.update(
-                f"rank {rank:,} of {checked.plan.degrees.world:,}, {numbers.index(rank) + 1} of {len(numbers)}"
-            )
+        def on_rank(rank: int, number: int, count: int) -> None:
+            status.update(f"rank {rank:,}, {number} of {count}")
 
-        run = dry_run_ranks(resolved, checked.plan, checked.cluster, numbers, all_layers=whole, on_rank=on_rank)
+        words = [word.strip() for word in ranks.split(",")] if ranks else []
+        chosen = [int(word) if word.isdigit() else word for word in words]
+        try:
+            run = api.dryrun(recipe, plan=plan, cluster=cluster, ranks=chosen, whole=whole, on_rank=on_rank)
+        except RankError as error:
+            raise typer.BadParameter(f"--ranks: {error}") from None
     text = run.model_dump_json()
     if out is not None:
         out.write_text(text + "\n")
@@ -87,21 +78,3 @@ def _print(run: DryRun, seconds: float) -> None:
     for line in table_notes(run):
         console.print(line, highlight=False)
     console.print(f"{formatting.duration(seconds)} in all", highlight=False)
-
-
-def _ranks(text: str, plan: Plan, cluster: Cluster | None) -> list[int]:
-    """Ranks by number or name, each once."""
-    classes = dense_ranks(plan, cluster)[:, 0, 0, 0, 0].tolist()
-    if not text:
-        return classes if len(classes) <= MAX_DEFAULT_PP_RANKS else [classes[0], classes[-1]]
-    world = plan.degrees.world
-    named = {"first": [0], "last": [world - 1], "classes": classes}
-    found: list[int] = []
-    for word in (each.strip() for each in text.split(",")):
-        numbers = named.get(word, [int(word)] if word.isdigit() and int(word) < world else [])
-        if not numbers:
-            raise typer.BadParameter(
-                f'--ranks: "{word}" must be `first`, `last`, `classes` or a number from 0 to {world - 1}'
-            )
-        found += [number for number in numbers if number not in found]
-    return found

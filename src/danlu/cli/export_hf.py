@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 import typer
 
 from danlu.cli.hf_result import Compare, Json, Tolerance, compare_and_report, weights_progress
-from danlu.cli.prepare import DEFAULT_RUNS_DIR
 from danlu.report.run_tables import find_run
 from danlu.spec import Problem, SpecError, load_recipe
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.problem import problem_at, suggest_name
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 
 app = typer.Typer(help="Export runs to formats of other tools.", no_args_is_help=True)
 

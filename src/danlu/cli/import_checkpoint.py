@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from danlu.cli.ckpt_ref import S3Option, fail, incremental_progress_bar, report_errors, resolve_ref
-from danlu.cli.prepare import DEFAULT_RUNS_DIR
 from danlu.report import formatting
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage.checkpoint.boxes import numel
 from danlu.storage.checkpoint.commit import CheckpointSaveError
 from danlu.storage.checkpoint.foreign.dcp import SourceCheckpoint, open_dcp

@@ -1,31 +1,27 @@
 """`danlu launch`: submit a run to the cluster's scheduler."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from danlu import scheduler
 from danlu.cli.ckpt_ref import fail
-from danlu.cli.custom_model import check_custom_model
-from danlu.cli.precision_warning import warn_slow_precision
-from danlu.cli.prepare import choose_new_run_folder, prepare_locked_run
-from danlu.cli.recipe_paths import resolve_recipe_paths
-from danlu.cli.slurm_submit import (
+from danlu.cli.run_options import (
     AccountOption,
+    ClusterOption,
+    NameOption,
     PartitionOption,
+    PlanOption,
     RanksPerNodeOption,
+    RecipeArgument,
     ResourceRequest,
     SbatchOption,
     TimeLimitOption,
     WaitOption,
-    resolve_ranks_per_node,
-    submit_run,
 )
+from danlu.cli.slurm_submit import resolve_ranks_per_node, submit_run
+from danlu.runs.prepare import check_run, choose_new_run_folder, prepare_run
 from danlu.scheduler import SlurmError
-from danlu.spec import RunFolder
-from danlu.spec.check import load_run_spec
-from danlu.spec.plan import fully_sharded_plan
 from danlu.spec.problem import suggest_name
 
 _SCHEDULERS = ["slurm"]
@@ -38,13 +34,13 @@ def _check_scheduler(name: str) -> str:
 
 
 def launch(
-    recipe: Annotated[Path, typer.Argument(help="What to train.", metavar="RECIPE.toml")],
+    recipe: RecipeArgument,
     on: Annotated[str, typer.Option(help="The scheduler: slurm.", callback=_check_scheduler)],
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
     ranks_per_node: RanksPerNodeOption = None,
-    plan: Annotated[Path | None, typer.Option(help="Parallel layout; default: FSDP over all ranks.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalog, or its file.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; default: the recipe's.")] = None,
+    plan: PlanOption = None,
+    cluster: ClusterOption = None,
+    name: NameOption = None,
     partition: PartitionOption = None,
     account: AccountOption = None,
     time: TimeLimitOption = None,
@@ -54,23 +50,15 @@ def launch(
 ) -> None:
     """Start a run on a cluster, through its scheduler, with ranks in the order of its network."""
     ranks = resolve_ranks_per_node(nodes, ranks_per_node, plan, cluster)
+    request = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ()))
+    if dry_run:
+        spec = check_run(recipe, plan, cluster, nodes * ranks)
+        run = choose_new_run_folder(name, spec.recipe.name)
+        typer.echo(scheduler.render_sbatch(request.to_job(run)), nl=False)
+        return
     try:
-        if not dry_run:
-            scheduler.check_slurm_installed()
-        request = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ()))
-        if dry_run:
-            run = _check_inputs(recipe, plan, cluster, name, nodes * ranks)
-            typer.echo(scheduler.render_sbatch(request.to_job(run)), nl=False)
-        else:
-            run, lock = prepare_locked_run(recipe, plan, cluster, name, nodes * ranks)
-            raise typer.Exit(submit_run(request.to_job(run), run, wait, lock, fresh=True))
+        scheduler.check_slurm_installed()
+        run, lock = prepare_run(recipe, plan, cluster, name, nodes * ranks)
+        raise typer.Exit(submit_run(request.to_job(run), run, wait, lock, fresh=True))
     except SlurmError as error:
         fail(str(error))
-
-
-def _check_inputs(recipe: Path, plan: Path | None, cluster: str | None, name: str | None, world: int) -> RunFolder:
-    """The folder that `prepare_locked_run` would write, after the same checks."""
-    checked = load_run_spec(recipe, plan, cluster, default=fully_sharded_plan(world))
-    warn_slow_precision(checked)
-    check_custom_model(resolve_recipe_paths(checked.recipe, recipe.parent), recipe, checked.plan, plan)
-    return choose_new_run_folder(name, checked.recipe.name)

@@ -7,33 +7,35 @@ import typer
 
 from danlu import scheduler
 from danlu.cli.ckpt_ref import fail, report_errors
-from danlu.cli.prepare import DEFAULT_RUNS_DIR
-from danlu.cli.slurm_submit import (
+from danlu.cli.run_options import (
     AccountOption,
+    ClusterOption,
+    FolderOption,
     PartitionOption,
     RanksPerNodeOption,
     ResourceRequest,
+    RunArgument,
     SbatchOption,
     TimeLimitOption,
     WaitOption,
-    resolve_ranks_per_node,
-    submit_run,
 )
-from danlu.cli.train import prepare_resume, train_run
+from danlu.cli.slurm_submit import resolve_ranks_per_node, submit_run
+from danlu.cli.train import train_again
 from danlu.report.run_tables import find_run
-from danlu.report.terminal import Console
+from danlu.runs.prepare import prepare_resume
 from danlu.scheduler import SlurmError
-from danlu.spec import RunFolder, load_plan
+from danlu.spec import RunFolder
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage import run_lock
 from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
 from danlu.storage.checkpoint.run_store import open_run_store
 
 
 def resume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or the path of its folder.")],
+    run: RunArgument,
     nproc: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: as before.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Parallel layout; default: as before.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster of the catalog, or its file.")] = None,
+    cluster: ClusterOption = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Resume through Slurm, on so many nodes.")] = None,
     ranks_per_node: RanksPerNodeOption = None,
     partition: PartitionOption = None,
@@ -41,7 +43,7 @@ def resume(
     time: TimeLimitOption = None,
     sbatch: SbatchOption = None,
     wait: WaitOption = False,
-    folder: Annotated[Path, typer.Option(help="Folder of the runs.")] = DEFAULT_RUNS_DIR,
+    folder: FolderOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Resume a run from its newest checkpoint, on the same or another layout.
 
@@ -53,8 +55,7 @@ def resume(
         pass
     _check_has_checkpoint(requested)
     if nodes is None:
-        found, lock = prepare_resume(run, nproc, plan, cluster, folder)
-        raise typer.Exit(train_run(found, load_plan(found.plan).degrees.world, Console(highlight=False), lock))
+        train_again(*prepare_resume(run, nproc, plan, cluster, folder))
     ranks = resolve_ranks_per_node(nodes, ranks_per_node, plan, cluster)
     try:
         scheduler.check_slurm_installed()

@@ -1,32 +1,32 @@
 """`danlu rm`: remove a run and its memory on this host."""
 
 import shutil
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from danlu.cli.prepare import DEFAULT_RUNS_DIR
+from danlu.cli.run_options import FolderOption, RunArgument
 from danlu.report import formatting
 from danlu.report.run_history import read_run_history
 from danlu.report.run_tables import find_run
 from danlu.spec import RunFolder, SpecError, load_recipe
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage import run_lock
 from danlu.storage.checkpoint.host_memory import free_run_memory
 from danlu.storage.run_lock import RunError
 
 _RUN_FILES = {
     *("recipe.toml", "plan.toml", "cluster.toml", "events.jsonl", "data.jsonl", "report.html", "report.html.part"),
-    *("tensorboard", "checkpoints", "logs", "ranks.json", "job.json", "job.sbatch", ".lock"),
+    *("events", "tensorboard", "checkpoints", "logs", "ranks.json", "job.json", "job.sbatch", ".lock"),
     *(".recipe.toml.new", ".plan.toml.new", ".cluster.toml.new"),
 }
 """Files that Danlu itself writes into a run folder."""
 
 
 def rm(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or the path of its folder.")],
+    run: RunArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    folder: Annotated[Path, typer.Option(help="Folder of the runs.")] = DEFAULT_RUNS_DIR,
+    folder: FolderOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Remove a run: its folder with its checkpoints, and the host memory that holds its saves.
 

@@ -11,11 +11,12 @@ import typer
 from danlu.cli.browser import open_in_browser
 from danlu.report.terminal import Console
 from danlu.spec import RunFolder
+from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 
 
 def show(
     run: Annotated[str, typer.Argument(help="Name of the run, or the path of its folder.", metavar="RUN")],
-    folder: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = DEFAULT_RUNS_DIR,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; opens nothing.")] = False,
 ) -> None:

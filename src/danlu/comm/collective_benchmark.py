@@ -154,7 +154,7 @@ class CollectiveTimer:
             # If bandwidth stays the same, time grows with size. All ranks compute the same estimate.
             if len(sizes) >= 3 and seconds[-1] * size / sizes[-1] * _MIN_REPEATS > self.seconds:
                 break
-            actual, spent = self._time(group, size, self.seconds / len(self.sizes))
+            actual, spent = self._time_at_size(group, size, self.seconds / len(self.sizes))
             sizes.append(actual)
             seconds.append(spent)
         latency, per_byte = fit_line(sizes, seconds)
@@ -180,14 +180,14 @@ class CollectiveTimer:
             self._groups[members] = group
         return _GroupMember(operation, members, self.rank, self.device, self._groups[members])
 
-    def _time(self, group: "_GroupMember", size: int, budget: float) -> tuple[int, float]:
+    def _time_at_size(self, group: "_GroupMember", size: int, budget: float) -> tuple[int, float]:
         """Bytes actually moved, and seconds of one call.
 
         The mean over ranks, because a rank that is late in one call makes the others wait, and waits itself in another:
         over a step every rank computes for its own time and waits for the rest of the common one.
         """
         count = max(1, size // (4 * group.ranks)) * group.ranks  # fp32 elements that divide over the ranks
-        run = group.call(count)
+        run = group.prepare_collective(count)
         run()  # opens connections and touches memory
         spent: list[float] = []
         elapsed = 0.0  # of the slowest rank, so that all of them stop together
@@ -237,7 +237,7 @@ class _GroupMember:
         self.operation, self.members, self.device, self.group = operation, members, device, group
         self.ranks, self.group_rank = len(members), members.index(rank)
 
-    def call(self, count: int) -> Callable[[], object]:
+    def prepare_collective(self, count: int) -> Callable[[], object]:
         """The collective on its own buffers, ready to run."""
         full = torch.ones(count, device=self.device)
         shard = torch.ones(count // self.ranks, device=self.device)

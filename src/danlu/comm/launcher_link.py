@@ -92,7 +92,7 @@ class RankLinks:
     @property
     def slowest_phase(self) -> str:
         """The phase of the rank that is furthest behind, and how many ranks are in it."""
-        if len(self._phases) < len(self._sockets):
+        if len(self._phases) < max(1, len(self._sockets)):
             return "starting the processes"
         behind = min(self._phases.values(), key=self._order.index)
         count = sum(phase == behind for phase in self._phases.values())

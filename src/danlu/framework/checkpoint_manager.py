@@ -87,13 +87,13 @@ class CheckpointManager:
 
     def save_if_due(self, state: TrainState, last: bool) -> bool:
         """Save every so many steps in the background, and the last step before returning; whether it was time to."""
-        self._report_results()
+        self._record_finished_saves()
         every = self.settings.every
         if last:
             self._save_last(state)
         elif every and state.step % every == 0:
             self.checkpoints.async_save(state.step, _tensors_with_cloned_buffers(state), state.scalars(), overlap=True)
-            self._report_results()
+            self._record_finished_saves()
         else:
             return False
         return True
@@ -110,23 +110,23 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for saves in flight, and report their results."""
         self.checkpoints.close()
-        self._report_results()
+        self._record_finished_saves()
 
     def _save_last(self, state: TrainState) -> None:
         self.checkpoints.wait_for_saves()
-        self._report_results()
+        self._record_finished_saves()
         try:
-            self._report_result(self.checkpoints.save(state.step, state.tensors(), state.scalars()))
+            self._record_save(self.checkpoints.save(state.step, state.tensors(), state.scalars()))
         except CheckpointSaveError as error:
             raise CheckpointSaveError(f"{error}; steps after {self.last_saved_step or 0} are not saved") from None
 
-    def _report_results(self) -> None:
+    def _record_finished_saves(self) -> None:
         for result in self.checkpoints.pop_results():
-            self._report_result(result)
+            self._record_save(result)
         for notice in self.checkpoints.pop_warnings():
             self.events.warn(notice)
 
-    def _report_result(self, result: SaveResult) -> None:
+    def _record_save(self, result: SaveResult) -> None:
         if result.error:
             since = f"the newest is of step {self.last_saved_step}" if self.last_saved_step else "there is none yet"
             self.consecutive_failures += 1

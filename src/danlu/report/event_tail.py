@@ -1,6 +1,7 @@
 """Read events as they are written: every call returns the new ones since the last."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from danlu.spec import Event, Problem
-from danlu.spec.event import parse_event, parse_events
+from danlu.spec.event import parse_event, parse_events, unknown_kind
 from danlu.spec.problem import problem_at
 
 MAX_PROBLEMS = 200
@@ -33,12 +34,13 @@ class EventTail:
     """Reads a growing `events.jsonl` from where it stopped; a line still being written waits for the next call.
 
     An invalid line does not stop the reader, because the run continues all the same: it is recorded in `problems`
-    for the report.
+    for the report. A line of a kind that only a newer Danlu knows is skipped and counted in `unknown`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[Problem] = []
+        self.unknown: Counter[str] = Counter()
         self._offset = 0
         self._line = 0
 
@@ -89,6 +91,9 @@ class EventTail:
         try:
             return parse_event(line)
         except ValidationError as error:
+            if (kind := unknown_kind(error)) is not None:
+                self.unknown[kind] += 1
+                return None
             detail = error.errors(include_url=False, include_context=False, include_input=False)[0]
             key = ".".join(str(item) for item in detail["loc"]) or "line"
             message = f"is not an event: {detail['msg']}"

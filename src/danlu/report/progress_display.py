@@ -17,7 +17,7 @@ from danlu.report.event_tail import EventTail
 from danlu.report.run_history import RunHistory
 from danlu.report.terminal import Console
 from danlu.spec import Event, PreflightEvent, ResumeEvent, RunFolder, SaveEvent, StartEvent, StepEvent, WarningEvent
-from danlu.spec.event import parse_event
+from danlu.spec.event import parse_known_events
 
 _SLOW_PHASE_SECONDS = 10.0
 """Seconds after which a log, which has no bar, gets a line on what the processes are doing."""
@@ -64,7 +64,7 @@ class ProgressDisplay:
 
         `phase` is what the processes do until their first step is done.
         """
-        fresh = [*self._tail.poll(), *map(parse_event, unwritten)]
+        fresh = [*self._tail.poll(), *parse_known_events(unwritten, self._tail.unknown)]
         if phase != self._phase:
             self._phase, self._phase_since, self._phase_printed = phase, self._clock(), False
         self.history.add(fresh)
@@ -99,6 +99,7 @@ class ProgressDisplay:
         messages = [f"rank {event.rank}: {event.message}" for event in fresh if isinstance(event, WarningEvent)]
         messages += [str(problem) for problem in self._tail.problems[self._reported_problems :]]
         self._reported_problems = len(self._tail.problems)
+        messages += [f'events of kind "{kind}" are skipped: a newer Danlu wrote them' for kind in self._tail.unknown]
         for message in messages:
             if message not in self._warned:
                 self._warned.add(message)

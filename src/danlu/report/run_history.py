@@ -21,6 +21,7 @@ from danlu.spec import (
     StepEvent,
     WarningEvent,
 )
+from danlu.spec.event import describe_unknown_events
 from danlu.storage import run_lock
 
 RunState = Literal["not started", "running", "unfinished", "finished", "failed", "stopped"]
@@ -57,6 +58,8 @@ class RunHistory:
     """Whether the run's lock is held, whatever the events say."""
     problems: list[Problem] = field(default_factory=list)
     """Lines of the event file that could not be read."""
+    skipped_events: str = ""
+    """How many events of which kinds were skipped because only a newer Danlu knows them; empty if none was."""
     lost_steps: int = 0
     """Steps that were reported, then repeated from an earlier checkpoint."""
     last_event: float | None = None
@@ -229,5 +232,6 @@ def read_run_history(run: RunFolder) -> RunHistory:
     history = RunHistory()
     history.add(tail.poll())
     history.problems = tail.problems
+    history.skipped_events = describe_unknown_events(tail.unknown)
     history.is_running = run_lock.read_holder(run) is not None
     return history

@@ -125,6 +125,7 @@ def summarize_run(run: RunFolder) -> RunSummary:
     start = history.start
     recipe, errors = _recipe(run)
     unreadable = [f"{len(history.problems)} unreadable lines in {run.events.name}"] if history.problems else []
+    unreadable += filter(None, [history.skipped_events])
     return RunSummary(
         name=run.name,
         path=str(run.path),
@@ -269,7 +270,8 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
         rows.append(("warnings", f"{len(history.warnings):,}"))
     if history.end and history.end.message:
         rows.append(("message", escape(history.end.message)))
-    rows += [("unreadable", escape(str(problem))) for problem in history.problems]
+    unread = [*map(str, history.problems), *filter(None, [history.skipped_events])]
+    rows += [("unreadable", escape(note)) for note in unread]
     if run.report.exists():
         rows.append(("page", escape(str(formatting.relative_path(run.report)))))
     return rows

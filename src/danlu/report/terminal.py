@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from rich import console as rich_console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from danlu.spec.text import printable
 
@@ -20,6 +21,15 @@ class Console(rich_console.Console):
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else printable(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
+
+    def print_line(self, text: str, style: str = "") -> None:
+        """Print a text as it is, in one line: no markup, and no line break that would cut a path."""
+        self.print(Text(text, style), soft_wrap=True)
+
+
+def print_warning(message: str) -> None:
+    """Warn the user, on standard error."""
+    Console(stderr=True).print_line(f"warning: {message}")
 
 
 class EscapingStream:

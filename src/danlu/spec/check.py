@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from danlu.spec.cluster import Cluster
+from danlu.spec.description import SpecModel
 from danlu.spec.load import ParsedSpec, read_cluster, read_plan, read_recipe
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError
 from danlu.spec.recipe import Recipe
+from danlu.spec.recipe_paths import resolve_recipe_paths
 from danlu.spec.rules import (
     CHIP_RULES,
     CUSTOM_LAYOUT_RULES,
@@ -24,40 +26,62 @@ from danlu.spec.rules import (
 )
 from danlu.spec.toml import TomlDocument
 
+RecipeSource = str | Path | Recipe
+"""A file or the description itself, whose paths are relative to the working directory."""
+PlanSource = str | Path | Plan
+ClusterSource = str | Path | Cluster
+"""The name of a cluster of the catalog, a file, or the description itself."""
 R = TypeVar("R")
+D = TypeVar("D", bound=SpecModel)
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The files of a run, parsed and free of contradictions."""
+    """The descriptions of a run, parsed and free of contradictions; the recipe's paths are absolute."""
 
     recipe: Recipe
     plan: Plan
     cluster: Cluster | None
+    recipe_document: TomlDocument
+    """The recipe's file, so that later problems can name its line; empty if the recipe has none."""
+    plan_document: TomlDocument
 
 
 def load_run_spec(
-    recipe: Path,
-    plan: Path | None = None,
-    cluster: str | None = None,
+    recipe: RecipeSource,
+    plan: PlanSource | None = None,
+    cluster: ClusterSource | None = None,
     default: Plan | None = None,
     settings: Sequence[str] = (),
 ) -> RunSpec:
-    """Read the files of a run and check them against each other; raises `SpecError` with all problems of all files.
+    """Read the descriptions of a run and check them against each other; raises `SpecError` with all problems of all.
 
-    Without a plan file `default` is checked instead; without that, one rank. `settings` such as `steps=10` override
-    the recipe.
+    Without a plan `default` is checked instead; without that, one rank. `settings` such as `steps=10` override a
+    recipe's file.
     """
     problems: list[Problem] = []
-    read = _try_read(lambda: read_recipe(recipe, settings), problems)
-    layout = parsed_without_file(default or Plan()) if plan is None else _try_read(lambda: read_plan(plan), problems)
-    network = None if cluster is None else _try_read(lambda: read_cluster(cluster), problems)
+    if isinstance(recipe, Recipe):
+        if settings:
+            raise TypeError("settings override a recipe's file; change a recipe with `recipe.model_copy(update=…)`")
+        read: ParsedSpec[Recipe] | None = parsed_without_file(recipe, "recipe")
+    else:
+        read = _try_read(lambda: read_recipe(Path(recipe), settings), problems)
+    if isinstance(plan, str | Path):
+        layout = _try_read(lambda: read_plan(Path(plan)), problems)
+    else:
+        layout = parsed_without_file(plan or default or Plan(), "plan" if plan else "plan (default)")
+    network: ParsedSpec[Cluster] | None = None
+    if isinstance(cluster, Cluster):
+        network = parsed_without_file(cluster, "cluster")
+    elif cluster is not None:
+        network = _try_read(lambda: read_cluster(str(cluster)), problems)
     problems += _contradictions(read, layout, network)
     if layout and cluster is None:
         problems += mapping_needs_cluster(layout)
     if problems or read is None or layout is None:
         raise SpecError(_in_order(problems))
-    return RunSpec(read.value, layout.value, network.value if network else None)
+    resolved = resolve_recipe_paths(read.value, read.document.path.parent)
+    return RunSpec(resolved, layout.value, network.value if network else None, read.document, layout.document)
 
 
 def find_problems(
@@ -68,9 +92,9 @@ def find_problems(
     return _in_order(problems if cluster else [*problems, *mapping_needs_cluster(plan)])
 
 
-def parsed_without_file(plan: Plan) -> ParsedSpec[Plan]:
-    """A plan without a file; its problems point at `plan (default)`."""
-    return ParsedSpec(plan, TomlDocument(Path("plan (default)"), {}, {}))
+def parsed_without_file(value: D, label: str = "plan (default)") -> ParsedSpec[D]:
+    """A description without a file; its problems point at `label`."""
+    return ParsedSpec(value, TomlDocument(Path(label), {}, {}))
 
 
 def _contradictions(

@@ -1,11 +1,13 @@
-"""Events of a run: one per line in `events.jsonl`."""
+"""Events of a run: one per line in `events.jsonl`; what only one rank can report in `events/rank-N.jsonl`."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from danlu.spec.description import SpecModel
+from danlu.spec.text import one_line
 
 PeakSource = Literal["measured at start", "measured on this machine", "measured by danlu probe", "data sheet"]
 """Source of the peak FLOP/s for MFU; measured on this machine by this run or by earlier ones."""
@@ -135,6 +137,24 @@ class WarningEvent(SpecModel):
     message: str
 
 
+class RankFailureEvent(SpecModel):
+    """A rank failed; written by that rank itself. A rank that was killed by a signal writes none."""
+
+    kind: Literal["rank_failed"] = "rank_failed"
+    time: Timestamp
+    rank: BoundedInt
+    step: BoundedInt | None
+    """Steps done; None before the model was built."""
+    error: str
+    """Type of the error."""
+    message: str
+    """In one line."""
+    explained: bool
+    """Whether it is one of Danlu's own errors, whose message is enough; else the traceback is in the rank's log."""
+    host: str
+    pid: BoundedInt
+
+
 class EndEvent(SpecModel):
     """The run has ended."""
 
@@ -146,9 +166,10 @@ class EndEvent(SpecModel):
 
 
 Event = Annotated[
-    StartEvent | StepEvent | SaveEvent | ResumeEvent | PreflightEvent | WarningEvent | EndEvent,
+    StartEvent | StepEvent | SaveEvent | ResumeEvent | PreflightEvent | WarningEvent | RankFailureEvent | EndEvent,
     Field(discriminator="kind"),
 ]
+_MAX_LISTED_KINDS, _MAX_KIND_LENGTH = 4, 40
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 _EVENTS: TypeAdapter[list[Event]] = TypeAdapter(list[Event])
 
@@ -156,6 +177,33 @@ _EVENTS: TypeAdapter[list[Event]] = TypeAdapter(list[Event])
 def parse_event(line: str | bytes) -> Event:
     """Read one line of `events.jsonl`."""
     return _EVENT.validate_json(line)
+
+
+def parse_known_events(lines: Iterable[str | bytes], unknown: Counter[str] | None = None) -> Iterator[Event]:
+    """Read lines and skip kinds that only a newer Danlu knows, counted in `unknown`; any other bad line raises."""
+    for line in lines:
+        try:
+            yield parse_event(line)
+        except ValidationError as error:
+            if (kind := unknown_kind(error)) is None:
+                raise
+            if unknown is not None:
+                unknown[kind] += 1
+
+
+def describe_unknown_events(unknown: Counter[str]) -> str:
+    """How many events were skipped, by kind; empty if none was."""
+    counts = [f'{count:,} of kind "{kind}"' for kind, count in unknown.most_common(_MAX_LISTED_KINDS)]
+    more = f" and {len(unknown) - len(counts):,} other kinds" if len(unknown) > len(counts) else ""
+    return f"skipped events that a newer Danlu wrote: {', '.join(counts)}{more}" if unknown else ""
+
+
+def unknown_kind(error: ValidationError) -> str | None:
+    """The kind of an event that this Danlu does not know; None if the line is malformed."""
+    detail = error.errors(include_url=False)[0]
+    if detail["type"] != "union_tag_invalid" or not isinstance(detail["input"].get("kind"), str):
+        return None
+    return one_line(detail["input"]["kind"][:_MAX_KIND_LENGTH])
 
 
 def parse_events(lines: Sequence[bytes]) -> list[Event]:

@@ -1,10 +1,15 @@
 """The folder of one run: its configuration and its events."""
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.spec.event import Event, parse_event
+from danlu.spec.event import Event, describe_unknown_events, parse_known_events
+
+DEFAULT_RUNS_DIR = Path("runs")
+"""Folder of the runs, relative to the working directory."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,10 @@ class RunFolder:
         """Events, one JSON object per line."""
         return self.path / "events.jsonl"
 
+    def rank_events(self, rank: int) -> Path:
+        """Events that only this rank can report, such as its own failure."""
+        return self.path / "events" / f"rank-{rank}.jsonl"
+
     @property
     def data(self) -> Path:
         """Dataset versions that the run reads from which sample on, one record per line."""
@@ -64,10 +73,21 @@ class RunFolder:
         return self.path / "report.html"
 
     def read_events(self) -> Iterator[Event]:
-        """Every complete event so far; a line still being written is left for the next call."""
-        if not self.events.is_file():
-            return
-        with self.events.open("rb") as lines:
-            for line in lines:
-                if line.endswith(b"\n"):
-                    yield parse_event(line)
+        """Every complete event so far; a line still being written is left for the next call.
+
+        Kinds that only a newer Danlu knows are skipped, with one warning.
+        """
+        unknown: Counter[str] = Counter()
+        yield from _read_complete_lines(self.events, unknown)
+        if unknown:
+            warnings.warn(f"{self.events}: {describe_unknown_events(unknown)}", stacklevel=2)
+
+    def read_rank_events(self, rank: int) -> Iterator[Event]:
+        """The same of the events that only one rank reported."""
+        return _read_complete_lines(self.rank_events(rank))
+
+
+def _read_complete_lines(path: Path, unknown: Counter[str] | None = None) -> Iterator[Event]:
+    if path.is_file():
+        with path.open("rb") as lines:
+            yield from parse_known_events((line for line in lines if line.endswith(b"\n")), unknown)

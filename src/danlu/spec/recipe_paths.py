@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from danlu.spec import Recipe
 from danlu.spec.custom_model import CustomModel
+from danlu.spec.recipe import Recipe
 
 
 def is_relative_path(text: str) -> bool:
