@@ -7,7 +7,7 @@ Each entry says why it is needed. Torch 2.9 to 2.13 are supported; where a minor
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -258,8 +258,8 @@ def flatten_sequence_first(linear: nn.Linear) -> None:
     Before 2.12 DTensor cannot flatten batch and sequence if the second is sharded; if the sequence comes first, it can.
     """
     if not _STAGES_VOTE:
-        multiply = linear.forward
-        linear.forward = lambda x_BSD: multiply(x_BSD.transpose(0, 1)).transpose(0, 1)  # type: ignore[method-assign]
+        module, multiply = cast(Any, linear), linear.forward
+        module.forward = lambda x_BSD: multiply(x_BSD.transpose(0, 1)).transpose(0, 1)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
