@@ -7,12 +7,12 @@ loop, see `danlu.parallelize`.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from danlu.version import __version__
+
 if TYPE_CHECKING:
     from danlu.dryrun.api import dryrun
     from danlu.framework.api import Checkpointer, Guard, StepSampler, get_mesh, parallelize, plan, shard_batch
     from danlu.runs.train import TrainError, TrainResult, train
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",

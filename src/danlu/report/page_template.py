@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 
-from danlu import __version__
 from danlu.spec.text import printable
+from danlu.version import __version__
 
 _FLAME = (
     '<svg width="16" height="18" viewBox="0 0 16 18" aria-hidden="true"><path fill="currentColor" d="M8.6 0C9 3.4 14 '

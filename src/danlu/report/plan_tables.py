@@ -6,7 +6,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from danlu import __version__
 from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
 from danlu.planner.pricing import PricedPlan
@@ -14,6 +13,7 @@ from danlu.planner.search import SearchResult
 from danlu.report.formatting import MISSING, count, duration, percent
 from danlu.report.precision_text import describe_question, slow_precision_note
 from danlu.spec.plan import DENSE_AXES, Plan, PlanPrediction
+from danlu.version import __version__
 
 PREDICTED_MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 """The kinds of memory of a prediction that are shown."""
