@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from danlu import __version__
 from danlu.cli import ckpt, data, export_hf, import_hf
 from danlu.cli.catalog import catalog
 from danlu.cli.check import check
@@ -29,6 +28,7 @@ from danlu.report.terminal import escape_streams
 from danlu.spec import SpecError
 from danlu.spec.text import printable
 from danlu.storage.run_lock import RunError
+from danlu.version import __version__
 
 
 class EscapingGroup(TyperGroup):
