@@ -107,6 +107,7 @@ options = {{ endpoint = "{endpoint}" }}
 """
 
 
+@pytest.mark.full
 def test_a_run_whose_checkpoints_are_in_a_bucket(tmp_path: Path, endpoint: str) -> None:
     """It trains, resumes on another layout, and all commands find its checkpoints by the run's name."""
     (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 8)

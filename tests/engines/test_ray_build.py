@@ -92,6 +92,7 @@ def await_shards(out: Path, number: int, build: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray")
 def test_a_build_that_was_killed_goes_on_and_ends_with_the_bytes_of_one_here(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

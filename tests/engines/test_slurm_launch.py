@@ -202,6 +202,7 @@ def test_a_requeued_run_goes_on_from_its_checkpoint(desk: Path, cluster: SlurmLa
     assert read_ranks(run.path).restart == 1
 
 
+@pytest.mark.full
 def test_a_run_of_this_machine_goes_on_on_two_nodes(desk: Path, cluster: SlurmLab) -> None:
     assert danlu("train", "recipe.toml", "--nproc", "1", "--name", "moved", folder=desk).returncode == 0
     run = RunFolder(desk / "runs" / "moved")

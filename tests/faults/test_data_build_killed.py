@@ -106,7 +106,7 @@ def prepared(kind: str, texts: Path, out: Path) -> None:
         build_dataset([str(texts / "c.txt")], out, BYTES, shard_tokens=SHARD_TOKENS)
 
 
-@pytest.mark.parametrize("kind", ["fresh", "forced", "appended"])
+@pytest.mark.parametrize("kind", [pytest.param("fresh", marks=pytest.mark.full), "forced", "appended"])
 def test_killed_at_every_touch_of_the_disk(
     kind: str, texts: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def told(folder: Path, s3: S3Lab) -> list[dict[str, Any]]:
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.full
 def test_a_bucket_gives_the_samples_and_losses_of_a_folder(folder: Path, told: list[dict[str, Any]]) -> None:
     for rank in told:
         assert len(rank["folder"]["rows"]) == 10
@@ -60,6 +61,7 @@ def test_a_bucket_gives_the_samples_and_losses_of_a_folder(folder: Path, told: l
     assert held <= MIN_CACHE_BYTES + 4096
 
 
+@pytest.mark.full
 def test_a_server_that_comes_back_is_waited_for_and_named(told: list[dict[str, Any]]) -> None:
     for rank in told:
         assert rank["back"]["rows"] == rank["folder"]["rows"]
@@ -68,6 +70,7 @@ def test_a_server_that_comes_back_is_waited_for_and_named(told: list[dict[str, A
     assert any(f"s3://{BUCKET}/sets/" in warning and "fails, retrying for" in warning for warning in said), said
 
 
+@pytest.mark.full
 def test_a_server_that_stays_dead_ends_the_run_with_its_name(told: list[dict[str, Any]]) -> None:
     said = [warning for rank in told for warning in rank["gone"]["warnings"]]
     assert len(said) == 2, "both ranks end"

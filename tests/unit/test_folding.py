@@ -47,6 +47,7 @@ CASES = {
     "experts × tp, selective": (recipe("tiny-moe", 9), plan(shard=2, tp=2, ep=4, recompute="selective"), 2, 5),
     "experts × 1f1b": (recipe("tiny-moe", 20, dense=1), plan(pp=2, shard=2, ep=2, microbatches=2), 0, 5),
 }
+QUICK = {"fsdp × tp, recompute full", "hsdp, recompute selective", "1f1b", "experts × tp, selective"}
 
 
 def operators(trace: Trace) -> Counter[Any]:
@@ -59,7 +60,9 @@ def collectives(trace: Trace) -> Counter[Any]:
     return Counter({each.model_copy(update={"count": 1}): each.count for each in trace.collectives})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
+)
 def test_a_folded_step_is_the_whole_step(case: str) -> None:
     made, its_plan, rank, layers = CASES[case]
     folded, whole = (dry_run_rank(made, its_plan, None, rank, all_layers=each) for each in (False, True))

@@ -143,6 +143,7 @@ def test_groups_reach_as_far_as_their_ranks_lie() -> None:
     assert spans["tp"] == (1, 8, 1)
 
 
+@pytest.mark.full
 def test_a_large_question_is_answered_and_placed_inside() -> None:
     asked = PlanRequest(
         recipe=load_recipe(Path("recipes/llama3-70b.toml")), cluster=load_cluster("h100-pod"), chips=256
