@@ -44,6 +44,7 @@ def test_parallel_script_equals_its_undistributed_self(ranks: int, plain: list[f
     assert losses("parallel.py", ranks=ranks) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.full
 def test_loop_resumes_on_another_layout(tmp_path: Path) -> None:
     straight = losses("resumable.py", str(tmp_path / "one"), ranks=1) + losses("resumable.py", str(tmp_path / "one"))
     split = losses("resumable.py", str(tmp_path / "two"), ranks=2)

@@ -125,6 +125,7 @@ def test_a_place_in_a_cluster_must_be_whole(tmp_path: Path, options: list[str], 
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
