@@ -221,7 +221,7 @@ class Part:
         commands = [common]
         if self.hosts:
             environment["GLOO_SOCKET_IFNAME"] = INTERFACE
-            join = [*common, "--levels", LEVELS, "--store", f"{self.hosts[0].address}:{free_port()}"]
+            join = [*common, "--levels", LEVELS, "--rdzv-endpoint", f"{self.hosts[0].address}:{free_port()}"]
             commands = [[*host.enter, *join, "--rank", str(rank)] for rank, host in enumerate(self.hosts)]
         started = [
             subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -13,9 +13,9 @@ DENSE = "recipes/llama3-70b.toml --cluster h100-pod"
 QUESTIONS = [
     (
         "Which layout?",
-        "The fastest that fits, its runners-up, where its time and memory go, and why each neighbor loses. `--out` "
+        "The fastest that fits, its runners-up, where its time and memory go, and why each neighbor loses. `--output` "
         "writes the plan, `--open` a page with pictures, `--json` prints JSON.",
-        f"danlu plan {DENSE} --chips 256 --out plan.toml",
+        f"danlu plan {DENSE} --chips 256 --output plan.toml",
     ),
     (
         "What fits on fewer chips?",
@@ -49,13 +49,13 @@ QUESTIONS = [
     (
         "What if I fix a degree, or exclude an axis?",
         "",
-        f"danlu plan {DENSE} --chips 256 --fix tp=8 --without cp,zbv",
+        f"danlu plan {DENSE} --chips 256 --fix tp=8 --exclude cp,zbv",
     ),
-    ("Which layout takes least memory?", "", f"danlu plan {DENSE} --chips 64 --leanest"),
+    ("Which layout takes least memory?", "", f"danlu plan {DENSE} --chips 64 --min-memory"),
     (
         "How long may sequences be?",
         "Doubled, at constant tokens per batch, until nothing fits.",
-        f"danlu plan {DENSE} --chips 64 --longest",
+        f"danlu plan {DENSE} --chips 64 --max-length",
     ),
     (
         "What does an uneven router cost?",

@@ -84,7 +84,7 @@ def dryrun(folder: Path) -> None:
     """The page of a large model on 4,096 ranks."""
     (folder / "plan.toml").write_text(DRYRUN_PLAN, encoding="utf-8")
     command = [sys.executable, "-m", "danlu", "dryrun", "recipes/llama3-70b.toml", "--plan", "plan.toml"]
-    command += ["--cluster", "h100-pod", "--ranks", DRYRUN_RANKS, "--page", "dryrun.html"]
+    command += ["--cluster", "h100-pod", "--ranks", DRYRUN_RANKS, "--html", "dryrun.html"]
     subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
     photograph(folder / "dryrun.html", HERE / "dryrun-page.png", DRYRUN_PAGE)
 

@@ -29,7 +29,7 @@ _OPENING = {
     ),
     "plan": (
         "Every key of plan.toml",
-        "How a run is laid out: written by hand or by `danlu plan --out`.",
+        "How a run is laid out: written by hand or by `danlu plan --output`.",
     ),
 }
 _GENERATED = "<!-- Made by docs/reference/make.py from the descriptions in src/danlu/spec. -->"

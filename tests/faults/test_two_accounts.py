@@ -145,7 +145,7 @@ def _refused(stranger: Account, run: RunFolder, owner: Account) -> None:
     for command in ("show", "stop", "resume", "rm"):
         answer = stranger.danlu(command, str(run.path))
         assert answer.returncode == 2 and f"is private to {owner.name}" in answer.stderr, answer.stderr
-    listed = stranger.danlu("runs", "--folder", str(run.path.parent))
+    listed = stranger.danlu("runs", "--runs-dir", str(run.path.parent))
     assert listed.returncode == 0 and "private to others: secret" in listed.stderr, listed.stderr
 
 

@@ -112,10 +112,19 @@ def test_what_the_user_can_mend_ends_without_a_traceback(tmp_path: Path, options
     ("options", "said"),
     [
         (["--rank", "0"], "--rank has no effect without --ranks"),
-        (["--store", "localhost:1"], "--store has no effect without --rank"),
-        (["--rank", "2", "--ranks", "2", "--store", "localhost:1", "--levels", "node:2"], "must be below --ranks 2"),
-        (["--rank", "0", "--ranks", "2", "--store", "localhost:1", "--levels", "node"], '"node" must be a name'),
-        (["--rank", "0", "--ranks", "2", "--store", "localhost:1", "--levels", "node:3"], "must hold all 2 ranks"),
+        (["--rdzv-endpoint", "localhost:1"], "--rdzv-endpoint has no effect without --rank"),
+        (
+            ["--rank", "2", "--ranks", "2", "--rdzv-endpoint", "localhost:1", "--levels", "node:2"],
+            "must be below --ranks 2",
+        ),
+        (
+            ["--rank", "0", "--ranks", "2", "--rdzv-endpoint", "localhost:1", "--levels", "node"],
+            '"node" must be a name',
+        ),
+        (
+            ["--rank", "0", "--ranks", "2", "--rdzv-endpoint", "localhost:1", "--levels", "node:3"],
+            "must hold all 2 ranks",
+        ),
     ],
 )
 def test_a_place_in_a_cluster_must_be_whole(tmp_path: Path, options: list[str], said: str) -> None:
@@ -132,7 +141,7 @@ def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> 
         store = f"127.0.0.1:{taken.getsockname()[1]}"
     file = tmp_path / "cluster.toml"
     common = [sys.executable, "-m", "danlu", "probe", "--quick", "--ranks", "2", "--threads", "1", "-o", str(file)]
-    common += ["--disk", str(tmp_path), "--store", store, "--levels", "node:1,fabric:2"]
+    common += ["--disk", str(tmp_path), "--rdzv-endpoint", store, "--levels", "node:1,fabric:2"]
     ranks = [
         subprocess.Popen([*common, "--rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -193,7 +193,7 @@ def test_the_command_asks_for_the_ranks_that_were_named(
 def test_the_command_runs_the_rank_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("microbatches = 2\n[degrees]\npp = 2\nshard = 2\ntp = 2\n")
     command = ["dryrun", str(QUICKSTART), "--plan", str(tmp_path / "plan.toml"), "--ranks", "5"]
-    result = CliRunner().invoke(app, [*command, "--json", "--out", str(tmp_path / "dry.json")])
+    result = CliRunner().invoke(app, [*command, "--json", "--output", str(tmp_path / "dry.json")])
     assert result.exit_code == 0, result.output
     run = DryRun.model_validate_json(result.stdout)
     assert [trace.rank for trace in run.traces] == [5]

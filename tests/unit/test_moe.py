@@ -49,7 +49,7 @@ def one_by_one(made: MoeLayer, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
             logits = gate @ x
             score = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
             chosen = (score + made.router.bias_E).topk(moe.top_k).indices.tolist()
-            total = sum(score[expert] for expert in chosen) if moe.normalise else 1.0
+            total = sum(score[expert] for expert in chosen) if moe.normalize else 1.0
             answer = torch.zeros(WIDTH)
             for expert in chosen:
                 answer = answer + score[expert] / total * expert_answer(made, expert, x)
@@ -69,8 +69,8 @@ def gradients(made: MoeLayer, x: Tensor) -> dict[str, Tensor]:
 
 
 CASES = [
-    {"activation": activation, "score": score, "normalise": normalise, "shared": shared, "balance": balance}
-    for activation, (score, normalise, shared, balance) in product(
+    {"activation": activation, "score": score, "normalize": normalize, "shared": shared, "balance": balance}
+    for activation, (score, normalize, shared, balance) in product(
         ("swiglu", "gelu"), [("softmax", True, 0, "loss"), ("sigmoid", False, 2, "bias"), ("sigmoid", True, 1, "none")]
     )
 ]
@@ -175,7 +175,7 @@ def test_without_a_balancing_loss_there_is_none() -> None:
 
 
 def test_the_bias_moves_the_choice_and_never_the_weight() -> None:
-    made = router(normalise=False)
+    made = router(normalize=False)
     x = stream()
     before = made(x)
     made.bias_E[0] = 10.0

@@ -5,6 +5,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
+from danlu.cli.renamed import RENAMED_OPTIONS
 
 ASKED = ["plan", "recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "8", "--fix", "tp=8"]
 QUESTIONS = {
@@ -12,8 +13,8 @@ QUESTIONS = {
     "--what-if": ["pod.bandwidth=2x"],
     "--compare": ["recipes/plans/llama3-70b-h100.toml"],
     "--days": ["30"],
-    "--longest": [],
-    "--leanest": [],
+    "--max-length": [],
+    "--min-memory": [],
     "--verify": [],
 }
 
@@ -32,8 +33,8 @@ def test_a_plan_answers_one_question_at_a_time(first: str) -> None:
     for second, value in QUESTIONS.items():
         if second != first:
             _refused([*asked, first, *QUESTIONS[first], second, *value], first, second)
-    for option, value in {"--page": ["p.html"], "--open": [], "--out": ["p.toml"]}.items():
-        if (first, option) != ("--verify", "--out"):
+    for option, value in {"--html": ["p.html"], "--open": [], "--output": ["p.toml"]}.items():
+        if (first, option) != ("--verify", "--output"):
             _refused([*asked, first, *QUESTIONS[first], option, *value], first, option)
 
 
@@ -42,7 +43,7 @@ def test_a_plan_answers_one_question_at_a_time(first: str) -> None:
     [
         ([*ASKED, "--tokens", "15T"], ("--tokens", "--days")),
         ([*ASKED, "--compare", "recipes/plans/llama3-70b-h100.toml"], ("--compare", "--chips")),
-        ([*ASKED, "--without", "tp"], ("--fix", "--without", "tp")),
+        ([*ASKED, "--exclude", "tp"], ("--fix", "--exclude", "tp")),
         ([*ASKED[:-1], "tp=8,tp=4"], ("--fix", "tp=8|4")),
         ([*ASKED, "--imbalance", "1.5"], ("--imbalance", "experts")),
         (["train", "--resume", "no-run", "--name", "x"], ("--resume", "--name")),
@@ -54,7 +55,7 @@ def test_a_plan_answers_one_question_at_a_time(first: str) -> None:
         ),
         (["show", "no-run", "--json", "--open"], ("--json", "--open")),
         (["probe", "--levels", "node:2"], ("--levels", "--rank")),
-        (["probe", "--rank", "0", "--ranks", "2", "--levels", "node:2"], ("--rank", "--store")),
+        (["probe", "--rank", "0", "--ranks", "2", "--levels", "node:2"], ("--rank", "--rdzv-endpoint")),
         (["data", "locate", "recipes/quickstart.toml", "--step", "1", "--plan", "p.toml"], ("--plan", "--rank")),
         (["import", "hf", "d", "-o", "o", "--no-compare", "--tolerance", "1"], ("--no-compare", "--tolerance")),
         (["export", "hf", "r", "-o", "o", "--no-compare", "--tolerance", "1"], ("--no-compare", "--tolerance")),
@@ -87,7 +88,7 @@ def test_the_table_names_commands_and_options_that_exist_and_every_command_asks_
 
 
 def test_a_default_that_is_spelled_out_counts_and_no_open_does_not() -> None:
-    result = CliRunner().invoke(app, ["show", "no-run", "--json", "--no-open", "--folder", "."])
+    result = CliRunner().invoke(app, ["show", "no-run", "--json", "--no-open", "--runs-dir", "."])
     assert "no effect" not in result.output
 
 
@@ -103,3 +104,21 @@ def test_a_default_that_is_spelled_out_counts_and_no_open_does_not() -> None:
 def test_a_command_that_was_renamed_says_its_new_name(old: list[str], new: str) -> None:
     done = CliRunner().invoke(app, old)
     assert done.exit_code == 2 and done.stderr.strip().endswith(f"is now called: {new}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan recipe.toml --longest",
+        "plan recipe.toml --page=plan.html",
+        "plan recipe.toml --without pp",
+        "dryrun recipe.toml --whole",
+        "runs --folder elsewhere",
+        "ckpt ls run --folder elsewhere",
+        "probe --store host:1",
+    ],
+)
+def test_an_old_option_is_refused_with_the_new_one(line: str) -> None:
+    done = CliRunner().invoke(app, line.split())
+    old = next(word for word in line.split() if word.startswith("--")).partition("=")[0]
+    assert (done.exit_code, done.stderr.strip()) == (2, f"{old} is now called: {RENAMED_OPTIONS[old]}")

@@ -21,7 +21,7 @@ def _run(*arguments: str) -> tuple[int, str, str]:
 
 def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
     plan, page = tmp_path / "plan.toml", tmp_path / "plan.html"
-    code, shown, said = _run(*SMALL, "--out", str(plan), "--page", str(page))
+    code, shown, said = _run(*SMALL, "--output", str(plan), "--html", str(page))
     assert code == 0, said
     for words in ("Where the time goes", "Why not", "bottleneck", "Fullest chip"):
         assert words in shown

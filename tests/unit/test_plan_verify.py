@@ -82,7 +82,7 @@ def test_the_command_proposes_and_writes(tmp_path: Path) -> None:
     recipe, plan = tmp_path / "recipe.toml", tmp_path / "plan.toml"
     recipe.write_text(RECIPE)
     asked = ["plan", str(recipe), "--cluster", "h100-pod", "--chips", "4", "--fix", "shard=2,tp=2", "--verify", "1"]
-    shown = CliRunner().invoke(app, [*asked, "--out", str(plan)])
+    shown = CliRunner().invoke(app, [*asked, "--output", str(plan)])
     assert shown.exit_code == 0, shown.output
     for words in ("predicted/dry run", "sent along tp (node)", "Proposed: 1"):
         assert words in shown.stdout

@@ -31,7 +31,7 @@ sequences = 64
 length = 2048
 """
 PLAN = "[degrees]\nshard = 32\n"
-ASKED = ["--cluster", "dgx-a100", "--chips", "32", "--without", "pp,cp", "--fix", "tp=1|2"]
+ASKED = ["--cluster", "dgx-a100", "--chips", "32", "--exclude", "pp,cp", "--fix", "tp=1|2"]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def _run(*arguments: str) -> tuple[int, str, str]:
 
 def test_a_plan_names_its_precision_and_warns_of_fp32(recipe: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    code, shown, said = _run("plan", str(recipe), *ASKED, "--page", str(page), "--out", str(tmp_path / "plan.toml"))
+    code, shown, said = _run("plan", str(recipe), *ASKED, "--html", str(page), "--output", str(tmp_path / "plan.toml"))
     assert code == 0, said
     head = shown.splitlines()[0]
     assert "llama3-8b in fp32, 19.5 TFLOP/s a chip, on 32 of the 3,072 chips" in head
@@ -64,7 +64,7 @@ def test_a_plan_names_its_precision_and_warns_of_fp32(recipe: Path, tmp_path: Pa
     assert (answer["warnings"], answer["best"][0]["dtype"], answer["best"][0]["peak"]) == ([], "bf16", 312e12)
 
 
-@pytest.mark.parametrize("asked", [["--why-not", "tp=2"], ["--leanest"], ["--days", "3000", "--tokens", "1B"]])
+@pytest.mark.parametrize("asked", [["--why-not", "tp=2"], ["--min-memory"], ["--days", "3000", "--tokens", "1B"]])
 def test_every_question_of_the_planner_names_the_precision(recipe: Path, asked: list[str]) -> None:
     code, shown, said = _run("plan", str(recipe), *ASKED, *asked)
     assert code == 0, said

@@ -190,29 +190,29 @@ def test_runs_are_listed_with_their_state(runs: Path) -> None:
 def test_the_runs_command_prints_a_table_and_json(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(monkeypatch, "runs", "--folder", str(runs)) == 0
+    assert command(monkeypatch, "runs", "--runs-dir", str(runs)) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[0].split() == ["run", "state", "model", "step", "loss", "tokens/s", "dtype", "time", "started"]
     assert re.search(
         r"first-run +unfinished, last event .* ago +<tiny> & co +2/5 +4\.0000 █▁ +2k +fp32 +1\.0 s", rows[2]
     )
-    assert command(monkeypatch, "runs", "--folder", str(runs), "--json") == 0
+    assert command(monkeypatch, "runs", "--runs-dir", str(runs), "--json") == 0
     assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["second-run", "first-run", "third-run"]
 
 
 def test_a_folder_without_runs_and_one_that_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(monkeypatch, "runs", "--folder", str(tmp_path)) == 0
+    assert command(monkeypatch, "runs", "--runs-dir", str(tmp_path)) == 0
     assert "There are no runs" in capsys.readouterr().out
-    assert command(monkeypatch, "runs", "--folder", str(tmp_path / "nowhere")) == 2
+    assert command(monkeypatch, "runs", "--runs-dir", str(tmp_path / "nowhere")) == 2
     assert "is not a folder" in capsys.readouterr().err
 
 
 def test_show_writes_the_page_and_says_why_it_is_not_opened(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(monkeypatch, "show", "first-run", "--folder", str(runs)) == 0
+    assert command(monkeypatch, "show", "first-run", "--runs-dir", str(runs)) == 0
     shown = capsys.readouterr().out
     page = runs / "first-run" / "report.html"
     assert page.exists()
@@ -235,7 +235,7 @@ def test_show_opens_the_page_where_there_is_a_display(
     monkeypatch.setenv("DISPLAY", display)
     monkeypatch.setattr("webbrowser.get", lambda: None)
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
-    assert command(monkeypatch, "show", "first-run", "--folder", str(runs)) == 0
+    assert command(monkeypatch, "show", "first-run", "--runs-dir", str(runs)) == 0
     page = (runs / "first-run" / "report.html").resolve().as_uri()
     assert opened == ([page] if expected else [])
     assert ("there is no display" in capsys.readouterr().out) is not expected
@@ -244,7 +244,7 @@ def test_show_opens_the_page_where_there_is_a_display(
 def test_a_wrong_name_is_answered_with_the_nearest(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(monkeypatch, "show", "frist-run", "--folder", str(runs)) == 2
+    assert command(monkeypatch, "show", "frist-run", "--runs-dir", str(runs)) == 2
     error = capsys.readouterr().err
     assert '"frist-run" is not a run' in error
     assert "did you mean `first-run`?" in error

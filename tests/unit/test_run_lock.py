@@ -168,7 +168,7 @@ def stopping(then: str) -> str:
 def test_stop_asks_the_holder_and_waits_until_it_is_gone(run: RunFolder, options: list[str], wanted: set[int]) -> None:
     with held(run, rank="", then=stopping(f"len(asked) < {len(wanted)}")) as launcher:
         assert launcher.stdout and launcher.stdout.readline() == "held\n", "its handlers are there"
-        result = danlu("stop", "live", "--folder", str(run.path.parent), *options)
+        result = danlu("stop", "live", "--runs-dir", str(run.path.parent), *options)
     assert result.exit_code == 0, result.output
     *_, end = run.read_events()
     assert isinstance(end, EndEvent) and {int(number) for number in end.message.split()} == wanted

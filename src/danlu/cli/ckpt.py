@@ -10,7 +10,6 @@ from danlu.cli.ckpt_diff import diff
 from danlu.cli.ckpt_ref import (
     CheckpointRef,
     JsonOption,
-    RunsFolderOption,
     S3Option,
     fail,
     incremental_progress_bar,
@@ -18,6 +17,7 @@ from danlu.cli.ckpt_ref import (
     resolve_ref,
 )
 from danlu.cli.ckpt_tables import entries_table, entry_json, manifest_table, tensor_json, tensors_table
+from danlu.cli.run_options import RunsDirOption
 from danlu.report import formatting
 from danlu.report.progress_bar import progress_bar
 from danlu.report.terminal import Console
@@ -45,7 +45,7 @@ def wide_console() -> Console:
 @app.command()
 def ls(
     where: RefArgument,
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,7 +66,7 @@ def ls(
 def verify_command(
     where: RefArgument,
     every: Annotated[bool, typer.Option("--all", help="Every complete checkpoint, not only one.")] = False,
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -129,7 +129,7 @@ def _verify_json(result: VerifyResult) -> dict[str, object]:
 @app.command("repair")
 def repair_command(
     where: RefArgument,
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -172,7 +172,7 @@ def show(
     where: RefArgument,
     match: Annotated[str, typer.Option(metavar="PATTERN", help="Only tensors such as 'model.blocks.0.*'.")] = "*",
     chunks: Annotated[bool, typer.Option("--chunks", help="List the chunks of every tensor too.")] = False,
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -212,7 +212,7 @@ def rm(
     where: RefArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Even the newest checkpoint a run can resume from.")] = False,
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
 ) -> None:
     """Delete one checkpoint, its manifest first; leftovers of a save can be deleted too."""
@@ -239,7 +239,7 @@ def rm(
 def copy_command(
     source: RefArgument,
     target: Annotated[str, typer.Argument(metavar="TO", help="A folder, s3://… or a run to copy into.")],
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
     as_json: JsonOption = False,
 ) -> None:

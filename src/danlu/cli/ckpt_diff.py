@@ -9,13 +9,13 @@ from rich.markup import escape
 
 from danlu.cli.ckpt_ref import (
     JsonOption,
-    RunsFolderOption,
     S3Option,
     incremental_progress_bar,
     report_errors,
     resolve_ref,
 )
 from danlu.cli.ckpt_tables import format_axes, format_shape, format_tensor_diff, total_bytes
+from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage.checkpoint.compare import CheckpointDiff, TensorDiff, compare_manifests, compare_tensor
@@ -32,7 +32,7 @@ def diff(
     values: Annotated[
         bool, typer.Option("--values", help="Read the tensors that differ, and print the size of the differences.")
     ] = False,
-    folder: RunsFolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     settings: S3Option = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -19,7 +19,6 @@ from danlu.storage.checkpoint.reader import CheckpointReader
 from danlu.storage.checkpoint.run_store import open_run_store
 from danlu.storage.store.base import Store, open_store
 
-RunsFolderOption = Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")]
 S3Option = Annotated[
     list[str] | None,
     typer.Option(

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec import Cluster, Plan, Recipe, load_cluster, load_plan, load_recipe
 from danlu.spec.recipe_paths import resolve_recipe_paths
@@ -27,7 +28,7 @@ def locate(
     step: Annotated[int, typer.Option(min=1, help="The step, numbered from 1 as in the run's events.")],
     rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank read; default: the full batch.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Plan for a recipe; a run has its own.")] = None,
-    folder: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which documents the samples of a step contain: source, shard, tokens, and how they begin."""
@@ -55,7 +56,7 @@ def _open_run_or_recipe(
     if name.endswith(".toml"):
         path = Path(name)
         if folder != DEFAULT_RUNS_DIR:
-            raise typer.BadParameter("is where runs are searched, but a recipe is a file", param_hint="--folder")
+            raise typer.BadParameter("is where runs are searched, but a recipe is a file", param_hint="--runs-dir")
         recipe = resolve_recipe_paths(load_recipe(path), path.parent)
         return recipe, _data_rank(load_plan(plan) if plan else Plan(), None, rank), _open_data(recipe)
     if plan is not None:

@@ -28,10 +28,14 @@ def dryrun(
         ),
     ] = "",
     whole: Annotated[
-        bool, typer.Option("--whole", help="Run every layer, also those identical to their neighbors.")
+        bool, typer.Option("--all-layers", help="Run every layer, also those identical to their neighbors.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write JSON to this file as well.", metavar="FILE.json")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the page to this file.", metavar="FILE.html")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSON to this file as well.", metavar="FILE.json")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write the page to this file.", metavar="FILE.html")
+    ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Write the page and open it in the browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -9,7 +9,7 @@ from danlu.spec.trace import DryRun
 
 
 def write_dryrun_page(run: DryRun, page: Path | None, open_page: bool) -> None:
-    """Write the page for `--page FILE` and `--open`, print its path or open it; do nothing if neither is given.
+    """Write the page for `--html FILE` and `--open`, print its path or open it; do nothing if neither is given.
 
     Without a file the page is `<name>.dryrun.html` in the current folder.
     """

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from danlu.cli.hf_result import Compare, Json, Tolerance, compare_and_report, weights_progress
+from danlu.cli.run_options import RunsDirOption
 from danlu.report.run_tables import find_run
 from danlu.spec import Problem, SpecError, load_recipe
 from danlu.spec.custom_model import CustomModel
@@ -25,7 +26,7 @@ def export_hf(
     run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A run; its newest checkpoint, or that of STEP.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must be new.")],
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of the weights in the files.")] = "fp32",
-    folder: Annotated[Path, typer.Option(help="Folder of the runs.")] = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     tolerance: Tolerance = None,
     compare: Compare = True,
     as_json: Json = False,

@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from danlu.cli.renamed import renamed_option
+
 
 @dataclass(frozen=True)
 class MutuallyExclusive:
@@ -53,17 +55,17 @@ class Requires:
 
 
 OptionRule = MutuallyExclusive | NoEffectWith | Requires
-_MODES = ("--why-not", "--what-if", "--compare", "--days", "--longest", "--leanest", "--verify")
+_MODES = ("--why-not", "--what-if", "--compare", "--days", "--max-length", "--min-memory", "--verify")
 _S3 = "an s3:// address"
 _SLURM = ("--ranks-per-node", "--partition", "--account", "--time", "--sbatch", "--wait")
 _PLAN: tuple[OptionRule, ...] = (
     MutuallyExclusive(_MODES, "each is a separate mode; use one at a time"),
     Requires(("--tokens",), "--days", "it is the number of tokens to train within those days"),
     *(
-        NoEffectWith(mode, ("--out", "--page", "--open"), "its result is a comparison, not one plan")
+        NoEffectWith(mode, ("--output", "--html", "--open"), "its result is a comparison, not one plan")
         for mode in _MODES[:-1]
     ),
-    NoEffectWith("--verify", ("--page", "--open"), "it prints tables; omit --verify for the page"),
+    NoEffectWith("--verify", ("--html", "--open"), "it prints tables; omit --verify for the page"),
     NoEffectWith("--compare", ("--chips",), "the given plan says how many ranks it has"),
 )
 _HF: tuple[OptionRule, ...] = (NoEffectWith("--no-compare", ("--tolerance",), "nothing is compared"),)
@@ -80,9 +82,11 @@ OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {
     "launch": (NoEffectWith("--dry-run", ("--wait",), "nothing is submitted, so there is nothing to wait for"),),
     "show": (NoEffectWith("--json", ("--open",), "with JSON no page is opened"),),
     "probe": (
-        Requires(("--store", "--levels"), "--rank", "they are for ranks that are started separately on every host"),
+        Requires(
+            ("--rdzv-endpoint", "--levels"), "--rank", "they are for ranks that are started separately on every host"
+        ),
         Requires(("--rank",), "--ranks", "the number of all ranks"),
-        Requires(("--rank",), "--store", "host:port for the rendezvous"),
+        Requires(("--rank",), "--rdzv-endpoint", "host:port for the rendezvous"),
         Requires(("--rank",), "--levels", "the network from inside out, such as node:8,fabric:4"),
     ),
     "data locate": (Requires(("--plan",), "--rank", "a layout says what a rank reads; the batch is the same for all"),),
@@ -101,6 +105,13 @@ OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {
 
 class OptionCheckingCommand(TyperCommand):
     """A command whose options are checked against each other before it runs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Exit with code 2 at the old name of an option, with the new one."""
+        if message := renamed_option(args, {name for parameter in self.params for name in parameter.opts}):
+            typer.echo(message, err=True)
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Exit with code 2 if an option has no effect, naming both options; else run the command."""

@@ -45,7 +45,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="A cluster of the catalog, or its file.")],
     chips: Annotated[int | None, typer.Option(help="Chips to use; all of the cluster if omitted.", min=1)] = None,
     fix: Annotated[str, typer.Option(help="Fix knobs to values: tp=8,pp=4|8,recompute=none.")] = "",
-    without: Annotated[str, typer.Option(help="Axes, schedules or recompute modes to exclude: pp,zbv.")] = "",
+    exclude: Annotated[str, typer.Option(help="Axes, schedules or recompute modes to exclude: pp,zbv.")] = "",
     why_not: Annotated[str, typer.Option(help="Explain why a layout was not chosen: tp=4,recompute=full.")] = "",
     what_if: Annotated[
         list[str] | None, typer.Option(help="Change the machine: fabric.bandwidth=2x, chip.memory=141 GB.")
@@ -55,8 +55,8 @@ def plan(
         float | None, typer.Option(help="Find the fewest nodes that finish within this many days.", min=0.001, max=1e6)
     ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens for --days: 15T; the recipe's if omitted.")] = "",
-    longest: Annotated[bool, typer.Option("--longest", help="Double the sequence until nothing fits.")] = False,
-    leanest: Annotated[bool, typer.Option("--leanest", help="Find the layout with the least memory.")] = False,
+    longest: Annotated[bool, typer.Option("--max-length", help="Double the sequence until nothing fits.")] = False,
+    leanest: Annotated[bool, typer.Option("--min-memory", help="Find the layout with the least memory.")] = False,
     verify: Annotated[
         int,
         typer.Option(
@@ -71,8 +71,10 @@ def plan(
     imbalance: Annotated[float, typer.Option(help="Tokens of the fullest expert rank over the mean.", min=1.0)] = 1.0,
     mtbf: Annotated[str, typer.Option(help="Mean time between failures of a node: 30 d.")] = "",
     reserve: Annotated[float, typer.Option(help="Share of a chip's memory to keep free.", min=0.0, max=0.9)] = 0.03,
-    out: Annotated[Path | None, typer.Option(help="Write the plan.", metavar="PLAN.toml")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write a page with pictures.", metavar="PAGE.html")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan.", metavar="PLAN.toml")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with pictures.", metavar="PAGE.html")
+    ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -91,7 +93,7 @@ def plan(
             recipe=read,
             cluster=machine,
             chips=machine.chips if chips is None else chips,
-            constraints=parse_constraints(fix, without),
+            constraints=parse_constraints(fix, exclude),
             reserve=reserve,
             expert_imbalance=imbalance,
         )

@@ -79,7 +79,7 @@ def _more_chips(request: PlanRequest) -> str:
     """How many chips would be enough, and whether the cluster has them."""
     needed = chips_needed(request)
     if needed is None:
-        return "another layout (loosen --fix and --without)" if request.constraints.allowed else "a smaller model"
+        return "another layout (loosen --fix and --exclude)" if request.constraints.allowed else "a smaller model"
     if needed <= request.cluster.chips:
         return f"--chips {needed}"
     return f'{needed:,} such chips ("{request.cluster.name}" has {request.cluster.chips:,})'

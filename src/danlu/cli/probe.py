@@ -62,7 +62,9 @@ def probe(
     rank: Annotated[
         int | None, typer.Option(min=0, help="This process is one of --ranks, started on every host of a cluster.")
     ] = None,
-    store: Annotated[str, typer.Option(help="With --rank: rendezvous endpoint host:port, served by rank 0.")] = "",
+    store: Annotated[
+        str, typer.Option("--rdzv-endpoint", help="With --rank: rendezvous endpoint host:port, served by rank 0.")
+    ] = "",
     levels: Annotated[
         str, typer.Option(help="With --rank: the network from inside out, such as node:8,supernode:32,fabric:4.")
     ] = "",

@@ -1,4 +1,6 @@
-"""Commands that had another name in version 0.1: they are refused, with the name they have now."""
+"""Commands and options that had another name in version 0.1: they are refused, with the name they have now."""
+
+from collections.abc import Collection, Iterable
 
 import typer
 
@@ -9,6 +11,27 @@ RENAMED = {
     # its published runs are no part of the package
     "validate": "python benchmarks/validation/validate.py, in a clone of Danlu's repository",
 }
+
+RENAMED_OPTIONS = {
+    "--folder": "--runs-dir",
+    "--leanest": "--min-memory",
+    "--longest": "--max-length",
+    "--out": "--output",
+    "--page": "--html",
+    "--store": "--rdzv-endpoint",
+    "--whole": "--all-layers",
+    "--without": "--exclude",
+}
+
+
+def renamed_option(words: Iterable[str], options: Collection[str]) -> str | None:
+    """What to say of the first word that is the old name of one of a command's `options`."""
+    for word in words:
+        old = word.partition("=")[0]
+        new = RENAMED_OPTIONS.get(old)
+        if new in options and old not in options:
+            return f"{old} is now called: {new}"
+    return None
 
 
 def refuse_renamed(app: typer.Typer, group: str = "") -> None:

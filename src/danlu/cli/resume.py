@@ -10,11 +10,11 @@ from danlu.cli.ckpt_ref import fail, report_errors
 from danlu.cli.run_options import (
     AccountOption,
     ClusterOption,
-    FolderOption,
     PartitionOption,
     RanksPerNodeOption,
     ResourceRequest,
     RunArgument,
+    RunsDirOption,
     SbatchOption,
     TimeLimitOption,
     WaitOption,
@@ -43,7 +43,7 @@ def resume(
     time: TimeLimitOption = None,
     sbatch: SbatchOption = None,
     wait: WaitOption = False,
-    folder: FolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Resume a run from its newest checkpoint, on the same or another layout.
 

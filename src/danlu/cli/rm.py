@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from danlu.cli.run_options import FolderOption, RunArgument
+from danlu.cli.run_options import RunArgument, RunsDirOption
 from danlu.report import formatting
 from danlu.report.run_history import read_run_history
 from danlu.report.run_tables import find_run
@@ -26,7 +26,7 @@ _RUN_FILES = {
 def rm(
     run: RunArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    folder: FolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Remove a run: its folder with its checkpoints, and the host memory that holds its saves.
 

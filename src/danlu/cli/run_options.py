@@ -26,7 +26,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run
 PlanOption = Annotated[Path | None, typer.Option(help="Parallel layout; default: FSDP over all ranks.")]
 ClusterOption = Annotated[str | None, typer.Option(help="A cluster of the catalog, or its file.")]
 NameOption = Annotated[str | None, typer.Option(help="Name of the run; default: the recipe's.")]
-FolderOption = Annotated[Path, typer.Option(help="Folder of the runs.")]
+RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="Folder of the runs.")]
 RanksPerNodeOption = Annotated[
     int | None, typer.Option(min=1, help="Default: what the plan needs, or one per chip of the cluster, or 1.")
 ]

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 
 
 def runs(
-    folder: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
+    folder: RunsDirOption = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List all runs: progress, loss, speed, and how they ended."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from danlu.cli.browser import open_in_browser
+from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec import RunFolder
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
@@ -16,7 +17,7 @@ from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 
 def show(
     run: Annotated[str, typer.Argument(help="Name of the run, or the path of its folder.", metavar="RUN")],
-    folder: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; opens nothing.")] = False,
 ) -> None:

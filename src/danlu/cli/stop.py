@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from danlu import scheduler
-from danlu.cli.run_options import FolderOption, RunArgument
+from danlu.cli.run_options import RunArgument, RunsDirOption
 from danlu.report.run_history import read_run_history
 from danlu.report.run_tables import find_run
 from danlu.report.terminal import Console
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.1
 def stop(
     run: RunArgument,
     now: Annotated[bool, typer.Option("--now", help="Kill it at once, without a checkpoint of this step.")] = False,
-    folder: FolderOption = DEFAULT_RUNS_DIR,
+    folder: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Stop a run after its current step, save a checkpoint, and wait until it has ended.
 

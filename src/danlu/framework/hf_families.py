@@ -168,7 +168,7 @@ def unsupported_trait(model: Model) -> str:
             f"moe.shared = {moe.shared}": moe.shared > 0,
             f"moe.dense_layers = {moe.dense_layers}": moe.dense_layers > 0,
             f'moe.score = "{moe.score}"': moe.score != "softmax",
-            "moe.normalise = false": not moe.normalise,
+            "moe.normalize = false": not moe.normalize,
             'moe.balance = "bias"': moe.balance == "bias",
         }
     return next((trait for trait, has in traits.items() if has), "")

@@ -62,7 +62,7 @@ class Router(nn.Module):
         # The bias changes the choice, never the weight: balancing must not change the gradient.
         chosen = (scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
         weights = scores_BSE.gather(-1, chosen)
-        if self.moe.normalise:
+        if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         with torch.no_grad():
             counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(

@@ -23,7 +23,7 @@ def explain_infeasible(request: PlanRequest) -> str:
         return found
     sequences = request.recipe.batch.sequences
     near = [f"{chips:,}" for chips in nearest_feasible_chips(request)]
-    remedy = f"--chips {' or '.join(near)} has layouts" if near else "loosen --fix and --without, or change --chips"
+    remedy = f"--chips {' or '.join(near)} has layouts" if near else "loosen --fix and --exclude, or change --chips"
     return (
         f"no valid degrees give {request.chips:,} ranks with a data-parallel size that divides the batch of "
         f"{sequences:,} sequences: {remedy}"

@@ -60,7 +60,7 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
     for word in _words(without):
         if word in (*DENSE_AXES, "ep"):
             if word in fixed:
-                raise PlanRequestError(f"--fix and --without both name {word}: --without {word} is --fix {word}=1")
+                raise PlanRequestError(f"--fix and --exclude both name {word}: --exclude {word} is --fix {word}=1")
             fixed[word] = frozenset({"1"})
         elif word in SEARCHED_SCHEDULES:
             excluded["schedule"] = excluded.get("schedule", frozenset()) | {word}
@@ -69,7 +69,7 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
         else:
             known = [*DENSE_AXES, "ep", *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
             raise PlanRequestError(
-                f'--without: "{word}" is neither an axis, a schedule nor a recompute: {suggest_name(word, known)}'
+                f'--exclude: "{word}" is neither an axis, a schedule nor a recompute: {suggest_name(word, known)}'
             )
     return SearchConstraints(fixed, excluded)
 

@@ -98,7 +98,7 @@ def private_folders(folder: Path) -> list[Path]:
 def list_runs(folder: Path) -> list[RunSummary]:
     """Every run under `folder`, the newest first; runs without an event come last."""
     if not folder.is_dir():
-        hint = "give the folder that holds the runs with --folder"
+        hint = "give the folder that holds the runs with --runs-dir"
         raise SpecError([problem_at(folder, 1, "runs", "is not a folder", hint)])
     summaries = [
         summarize_run(RunFolder(path)) for path in sorted(folder.iterdir()) if path.is_dir() and is_run_folder(path)
@@ -115,7 +115,7 @@ def find_run(name: str, folder: Path) -> RunFolder:
             hint = 'ask for `access = "group"` in its recipe, or for `chmod -R g+rX` of the folder'
             raise SpecError([problem_at(path, 1, "run", f"is private to {path.owner()}", hint)])
     names = [path.name for path in folder.iterdir() if is_run_folder(path)] if folder.is_dir() else []
-    hint = suggest_name(name, names) if names else f"there are no runs in {folder}; give their folder with --folder"
+    hint = suggest_name(name, names) if names else f"there are no runs in {folder}; give their folder with --runs-dir"
     raise SpecError([problem_at(folder, 1, "run", f'"{name}" is not a run', hint)])
 
 

@@ -97,6 +97,8 @@ def _read(path: Path, kind: type[D], settings: Sequence[str] = ()) -> ParsedSpec
     values, problems = document.values, list[Problem]()
     if kind is Recipe:
         values, problems = _with_base(document)
+        if _of_a_run(document.values):
+            values = _with_new_names(values)
     try:
         description = kind.model_validate(values, context=_context(document.values))
     except ValidationError as error:
@@ -115,10 +117,25 @@ def _context(values: dict[str, Any]) -> dict[str, bool]:
     Those files contain what no user writes: the source of a chip's figures, both `shards` and `sources`, or a
     prediction.
     """
-    chip, data = values.get("chip"), values.get("data")
+    chip = values.get("chip")
     probed = isinstance(chip, dict) and "measured" in chip
-    of_a_run = isinstance(data, dict) and "shards" in data and "sources" in data
-    return {IN_FILE: True, BARE_NUMBERS: probed or of_a_run or "prediction" in values}
+    return {IN_FILE: True, BARE_NUMBERS: probed or _of_a_run(values) or "prediction" in values}
+
+
+def _of_a_run(values: dict[str, Any]) -> bool:
+    """Whether Danlu wrote this recipe into a run's folder, with every setting."""
+    data = values.get("data")
+    return isinstance(data, dict) and "shards" in data and "sources" in data
+
+
+def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """What Danlu 0.1 wrote, with the keys of today; in a user's file an old key is refused with the new one."""
+    model = values.get("model")
+    moe = model.get("moe") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(moe, dict) or "normalise" not in moe:
+        return values
+    new = {("normalize" if key == "normalise" else key): value for key, value in moe.items()}
+    return values | {"model": model | {"moe": new}}
 
 
 def read_document(path: Path) -> toml.TomlDocument:
@@ -166,7 +183,8 @@ def _with_imported(document: toml.TomlDocument, table: dict[str, Any]) -> tuple[
         message = f"is {format_value(weights)}, but there is no {path}"
         hint = f"danlu import hf DIR -o {document.path.parent / weights}"
         return document.values, [problem_at(document.path, document.line(("weights",)), "weights", message, hint)]
-    return document.values | {"model": _merged(read_document(path).values, table)}, []
+    imported = _with_new_names({"model": read_document(path).values})["model"]
+    return document.values | {"model": _merged(imported, table)}, []
 
 
 def _merged(known: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Moe(SpecModel):
     """The first layers that keep an ordinary feed-forward network."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's outputs become the weights of the experts."""
-    normalise: bool = True
+    normalize: bool = True
     """Divide the chosen experts' scores by their sum."""
     balance: Literal["loss", "bias", "none"] = "loss"
     """Load balancing: an auxiliary loss over each sequence, a bias per expert updated by its load, or none."""
