@@ -1,12 +1,13 @@
 """What torch keeps private and Danlu needs; no other file may import it, and `tests/architecture` sees to that.
 
-Each entry says why it is needed. Torch 2.9 to 2.13 are supported; where a minor differs, the entry says so.
+Each entry says why it is needed. Torch 2.9 to 2.13 may be installed; where a minor differs, the entry says so.
 `bash .ci/torch VERSION` runs the tests on one of them.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, _resolve_process_group
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import device_mesh
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -60,6 +62,8 @@ def fake_store() -> Store:
     """The store of a world whose other ranks do not exist; importing it registers the backend `fake`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::send", "Meta"):
+        import_module("torch.distributed._tools.fake_collectives")  # registers it; torch 2.9 and 2.10
     return FakeStore()
 
 
@@ -227,6 +231,12 @@ def looped_schedule(kind: Callable[..., Any], stages: list[Any], microbatches: i
     return runtime
 
 
+def action_kind(action: Any) -> str:
+    """The letter of an action of a schedule; before 2.12 its value is a number, and its text the letter."""
+    value = action.computation_type.value
+    return value if isinstance(value, str) else str(action.computation_type)
+
+
 def discard_outputs(schedule: Any) -> dict[str, Any]:
     """Keep a schedule from collecting the last stage's outputs; options for its `step`."""
     if _RETURNS_OUTPUTS:
@@ -264,7 +274,7 @@ def flatten_sequence_first(linear: nn.Linear) -> None:
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh is a slice of."""
-    root: DeviceMesh = mesh._get_root_mesh()
+    root: DeviceMesh = mesh._get_root_mesh() if _concatenate else device_mesh._mesh_resources.get_root_mesh(mesh)
     return root
 
 
@@ -274,6 +284,8 @@ _concatenate: Any = getattr(DeviceMesh, "_concatenate", None)
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """Several slices of a mesh as one new mesh."""
+    if _concatenate is None:
+        return root_mesh(meshes[0])[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
     joined: DeviceMesh = _concatenate(meshes)
     return joined
 

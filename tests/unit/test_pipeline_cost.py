@@ -21,6 +21,7 @@ from danlu.cost.pipeline_simulator import (
     simulate,
 )
 from danlu.spec.plan import PipelineSchedule
+from danlu.torch_compat import action_kind
 
 
 def equal(stages: int, forward: float = 1.0, backward: float = 2.0) -> Durations:
@@ -184,8 +185,8 @@ class ListeningStage:
         self.heard.append(f"B{self.stage_index}.{microbatch}")
 
     def __getattr__(self, name: str) -> Any:
-        assert name.startswith("get_") or name == "perform_reduce_grad", name
-        return lambda *_: []
+        assert name.startswith("get_") or name in ("perform_reduce_grad", "scale_grads"), name
+        return lambda *_, **__: []
 
 
 def heard(schedule: type[PipelineScheduleSingle], places: int, microbatches: int, monkeypatch: Any) -> list[list[str]]:
@@ -211,7 +212,7 @@ def written(schedule: type[PipelineScheduleMulti], places: int, microbatches: in
     stages: Any = [SimpleNamespace(**alike, is_last=False, stage_index=turn * places) for turn in range(turns)]
     order = schedule(stages, microbatches, loss_fn=lambda *_: None).pipeline_order
     return [
-        [f"{action.computation_type.value}{action.stage_index}.{action.microbatch_index}" for action in row if action]
+        [f"{action_kind(action)}{action.stage_index}.{action.microbatch_index}" for action in row if action]
         for _, row in sorted(order.items())
     ]
 

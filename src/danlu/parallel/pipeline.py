@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from danlu.parallel.pipeline_stage import LazyBufferStage, PendingSends
 from danlu.parallel.send_completion import MicrobatchPass, completed_sends
 from danlu.spec.plan import PipelineSchedule, Plan
-from danlu.torch_compat import discard_outputs, looped_schedule
+from danlu.torch_compat import action_kind, discard_outputs, looped_schedule
 
 SINGLE_STAGE_SCHEDULES: dict[PipelineSchedule, type[PipelineScheduleSingle]] = {
     "gpipe": ScheduleGPipe,
@@ -87,9 +87,9 @@ def compute_passes(schedule: Any) -> list[list[MicrobatchPass]]:
     order = schedule.pipeline_order_with_comms
     return [
         [
-            MicrobatchPass(action.computation_type.value, action.stage_index, action.microbatch_index)
+            MicrobatchPass(action_kind(action), action.stage_index, action.microbatch_index)
             for action in order[rank]
-            if action.computation_type.value in PASS_TYPES
+            if action_kind(action) in PASS_TYPES
         ]
         for rank in range(len(order))
     ]
