@@ -77,9 +77,36 @@ columns that were added since left empty."""
 @cache
 def load_runs(described: TableVersion = "now") -> tuple[PublishedRun, ...]:
     """Every published run, in the order of the table."""
-    with (DATA_DIR / "chips.toml").open("rb") as file:
-        chips = tomllib.load(file)
+    chips = _chips()
     return tuple(_run(row, chips) for row in _rows(described))
+
+
+@cache
+def load_held_out() -> tuple[PublishedRun, ...]:
+    """Runs that were described and committed before any of them was predicted."""
+    with (DATA_DIR / "held_out.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    chips = _chips()
+    return tuple(_run(row, chips) for row in rows)
+
+
+@cache
+def load_one_node() -> tuple[PublishedRun, ...]:
+    """All 1,440 layouts of one node that vTrain measured, of which `runs.csv` describes every sixth in full."""
+    like = next(row for row in _rows("now") if row["set"] == "vtrain-one-node")
+    with (DATA_DIR / "one_node.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    chips = _chips()
+    return tuple(
+        _run({**like, **row, "id": f"o{number:04}", "mlp": str(4 * int(row["width"]))}, chips)
+        for number, row in enumerate(rows)
+    )
+
+
+@cache
+def _chips() -> dict[str, dict[str, Any]]:
+    with (DATA_DIR / "chips.toml").open("rb") as file:
+        return tomllib.load(file)
 
 
 def _rows(described: TableVersion) -> list[dict[str, str]]:
@@ -135,10 +162,13 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> PublishedRun:
         sequence_parallel=row["sp"] == "1",
         recompute=row["recompute"],  # type: ignore[arg-type]
         recomputed_layers=int(row["recomputed_layers"]) if row["recomputed_layers"] else None,
+        recompute_stops_early=row["engine"] in ("fsdp", "xla"),
         expert_tp=number["etp"] if row["experts"] else 1,
         overlap_grad_reduce="dp" in hidden,
         overlap_tp_comm="tp" in hidden,
         overlap_ep_comm="ep" in hidden,
+        compiled_gathers=row["engine"] == "xla",
+        overlap_p2p_comm="none" not in hidden,
         dedup_dispatch=row["dispatch"] == "once",
         fused_grouped_gemm="experts" in kernels,
         fp8_attention="attention" in kernels,

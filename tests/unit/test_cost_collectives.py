@@ -63,6 +63,15 @@ def test_a_token_is_sent_once_a_rank() -> None:
     assert dedup_dispatch_time(TWO, (1, 1), 1.0, GIGA, 8) == 0.0
 
 
+def test_a_token_pays_for_the_levels_that_its_group_spans() -> None:
+    """A slow level above the group costs nothing; one that it crosses carries what leaves its own part."""
+    slow = Network((*TWO.links, Link(6400, TWO.links[1].bandwidth / 100, 0.0)), TWO.collective_latency)
+    assert dedup_dispatch_time(slow, (8, 8, 1), 1.0, GIGA, 8) == dedup_dispatch_time(TWO, (8, 8), 1.0, GIGA, 8)
+    nodes = 16
+    beyond = (nodes - 8) * (1 - (1 - 1 / nodes) ** 8) * GIGA / slow.links[2].bandwidth
+    assert dedup_dispatch_time(slow, (8, 8, 2), 1.0, GIGA, 8) == pytest.approx(beyond, rel=0.01)
+
+
 def test_a_group_may_drive_one_adapter_only() -> None:
     narrow = Network((NODE, Link(64, 25e9, 0.0, ring_bandwidth=25e9)), 0.0)
     assert all_reduce_time(narrow, (1, 8), GIGA) == all_reduce_time(TWO, (1, 8), GIGA)

@@ -109,20 +109,69 @@ def test_a_plan_is_laid_out_as_it_says() -> None:
     assert found.seconds == Predictor(LLAMA, BATCH, POD, replace(DANLU, recompute="full")).predict(layout).seconds
 
 
+def a_chip(name: str, kind: str = "cuda") -> Chip:
+    return Chip(name=name, kind=kind, memory=10**11, memory_bandwidth=2e12, peak={"bf16": 3e14})
+
+
 def test_a_chip_without_calibration_says_so() -> None:
-    chip = Chip(name="Elixir-1", kind="cpu", memory=10**11, memory_bandwidth=2e12, peak={"bf16": 3e14})
+    chip = a_chip("Elixir-1", "cpu")
     level = NetworkLevel(name="node", fanout=8, bandwidth=1e11, latency=1e-6)
     found = predict(LLAMA, Plan(degrees=Degrees(shard=8)), BATCH, Cluster(name="x", chip=chip, levels=(level,)))
-    assert found.assumptions == ("no calibration for Elixir-1: using default efficiencies",)
-    assert load_calibration().efficiency_of("Elixir-1") == load_calibration().default
+    assert found.assumptions == ("no calibration for Elixir-1: using the default efficiencies, an A100's",)
+    assert load_calibration().efficiency_of(chip) == load_calibration().default
 
 
 def test_calibration_is_found_by_the_longest_name() -> None:
     constants = load_calibration()
-    assert constants.efficiency_of("A100-SXM-80GB") == constants.chips["A100"]
-    assert constants.efficiency_of("GB200") == constants.chips["GB200"] != constants.chips["B200"]
-    assert constants.efficiency_of("H100-SXM-80GB", native=True) == constants.chips["H100 native"]
-    assert constants.efficiency_of("A100-SXM-80GB", native=True) == constants.chips["A100"]
+    a100, h100 = a_chip("A100-SXM-80GB"), a_chip("H100-SXM-80GB")
+    assert constants.efficiency_of(a100) == constants.chips["A100"]
+    assert constants.efficiency_of(a_chip("GB200")) == constants.chips["GB200"] != constants.chips["B200"]
+    assert constants.efficiency_of(h100, native=True) == constants.chips["H100 native"]
+    assert constants.efficiency_of(a100, native=True) == constants.chips["A100"]
+    assert constants.assumptions(h100, "bf16") == ()
+
+
+@pytest.mark.parametrize(
+    ("chip", "entry", "why"),
+    [
+        (a_chip("H800-SXM-80GB"), "H100", "the same architecture"),
+        (a_chip("GH200"), "H100", "the same architecture"),
+        (a_chip("A800"), "A100", "the same architecture"),
+        (a_chip("MI250X", "rocm"), "MI3", "both are driven by rocm"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_chip_of_a_known_architecture_gets_its_efficiencies_and_says_so(chip: Chip, entry: str, why: str) -> None:
+    constants = load_calibration()
+    assert constants.efficiency_of(chip) == constants.chips[entry]
+    assert constants.assumptions(chip, "bf16") == (f"no calibration for {chip.name}: using those of {entry} ({why})",)
+
+
+def test_full_recompute_ends_before_the_last_matmul() -> None:
+    """As PyTorch's checkpointing does: a matmul of the MLP, and under tp its reduction, are spared."""
+    layout = ParallelLayout(shard=8, tp=8, microbatches=4)
+    early, whole = (
+        Predictor(LLAMA, BATCH, POD, replace(DANLU, recompute="full", recompute_stops_early=early))
+        .predict(layout)
+        .parts
+        for early in (True, False)
+    )
+    down = LLAMA.mlp_width / (3 * LLAMA.mlp_width + 2 * LLAMA.width * (1 + LLAMA.kv_heads / LLAMA.heads))
+    forward = whole["linear"] / 3  # the backward pass has two matmuls for every one of the forward pass
+    assert whole["recompute"] - early["recompute"] == pytest.approx(down * forward, rel=0.1)
+    once = whole["tensor"] / 3  # forward, backward and recompute each have the same traffic
+    assert early["tensor"] == pytest.approx(whole["tensor"] - once / 4)
+
+
+def test_experts_that_are_called_one_by_one_wait_for_the_host() -> None:
+    """Of many small experts every matmul is a launch; one grouped kernel, or a captured graph, is not."""
+    small = LLAMA.model_copy(update={"moe": Moe(experts=128, top_k=2, width=256)})
+    layout = ParallelLayout(shard=8, ep=1, microbatches=32)
+    waiting = [
+        Predictor(small, BATCH, POD, replace(DANLU, **trait)).predict(layout).parts["waiting"]
+        for trait in ({}, {"fused_grouped_gemm": True}, {"graph_capture": True})
+    ]
+    assert waiting[0] > 2 * waiting[1] and waiting[2] == 0.0
 
 
 def test_hidden_traffic_costs_its_contention() -> None:

@@ -11,6 +11,18 @@ from pathlib import Path
 
 from danlu.spec.cluster import Chip
 
+SAME_ARCHITECTURE = {
+    "A800": "A100",
+    "A30": "A100",
+    "H200": "H100",
+    "H800": "H100",
+    "H20": "H100",
+    "GH200": "H100",
+    "910C": "Ascend-910B",
+}
+"""Chips without a run to fit on, and the entry of the chip whose cores they have; their data sheets are their own."""
+SAME_KIND = {"rocm": "MI3", "ascend": "Ascend-910B"}
+"""The entry of a chip that is only known by the descriptor that drives it."""
 VENDOR_SUFFIX = " native"
 """Suffix of an entry for libraries written for a chip's own generation."""
 CALIBRATION_FILE = Path(__file__).parent / "calibration.toml"
@@ -68,6 +80,8 @@ class Overheads:
     """Bytes moved per routed token and feature by permuting tokens to experts and back, forward."""
     contention: float
     """Share of overlapped traffic that still slows the compute."""
+    fsdp_contention: float
+    """The same for sharded parameters and gradients, gathered and reduced layer by layer all through the passes."""
     collective_latency: float
     """Least seconds of a collective."""
     launch_overhead: float
@@ -88,32 +102,41 @@ class Calibration:
     overheads: Overheads
     default: ChipEfficiency = field(repr=False)
 
-    def has_chip(self, chip: str) -> bool:
-        """Whether a chip of this name was calibrated; its name need only contain an entry's."""
-        return self._entry(chip) is not None
-
-    def efficiency_of(self, chip: str, native: bool = False) -> ChipEfficiency:
-        """The entry whose name is contained in the chip's (the longest if several are), or the default one.
+    def efficiency_of(self, chip: Chip, native: bool = False) -> ChipEfficiency:
+        """The entry of a chip, of its architecture or of its kind; the default one if there is none.
 
         With `native`, the entry of libraries written for this chip's generation, where there is one.
         """
-        entry = self._entry(chip)
+        entry = self._entry(chip)[0]
         if entry is None:
             return self.default
         return self.chips.get(f"{entry}{VENDOR_SUFFIX}" if native else entry) or self.chips[entry]
 
     def assumptions(self, chip: Chip, dtype: str) -> tuple[str, ...]:
         """What was assumed for a chip that was neither calibrated nor probed."""
-        if dtype in chip.operators or (self.has_chip(chip.name) and not chip.operators):
+        if dtype in chip.operators:
             return ()
+        entry, why = self._entry(chip)
+        using = "the default efficiencies, an A100's" if entry is None else f"those of {entry}"
         if chip.operators:
             probed = ", ".join(chip.operators)
-            return (f"{chip.name} was probed in {probed}, not in {dtype}: using default efficiencies",)
-        return (f"no calibration for {chip.name}: using default efficiencies",)
+            return (f"{chip.name} was probed in {probed}, not in {dtype}: using {using}",)
+        if entry is not None and not why:
+            return ()
+        because = f" ({why})" if why else ""
+        return (f"no calibration for {chip.name}: using {using}{because}",)
 
-    def _entry(self, chip: str) -> str | None:
-        found = [name for name in self.chips if name.lower() in chip.lower()]
-        return max(found, key=len) if found else None
+    def _entry(self, chip: Chip) -> tuple[str | None, str]:
+        """The entry, and why another chip's: the longest whose name the chip's contains comes first."""
+        name = chip.name.lower()
+        for names, why in ((self.chips, ""), (SAME_ARCHITECTURE, "the same architecture")):
+            found = [entry for entry in names if entry.lower() in name]
+            if found:
+                longest = max(found, key=len)
+                return SAME_ARCHITECTURE.get(longest, longest), why
+        if chip.kind in SAME_KIND:
+            return SAME_KIND[chip.kind], f"both are driven by {chip.kind}"
+        return None, ""
 
 
 @cache

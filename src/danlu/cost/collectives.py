@@ -194,10 +194,16 @@ def dedup_dispatch_time(network: Network, span: GroupShape, token: float, tokens
     B200 that is 4.6 sends, not 7: at the fitted bandwidth as long as HybridEP was measured to take (536 GB/s of what is
     received, its own rank's counted; deepseek-ai/DeepEP, docs/README_Hybrid-EP.md), and so on 32 ranks of a GB200.
     """
-    inner, nodes = span[0], group_size(span[1:])
     if group_size(span) == 1:
         return 0.0
-    outside = tokens * token * _distinct_others(nodes, top_k) / min(link.bandwidth for link in network.links[1:])
+    inner, nodes = span[0], group_size(span[1:])
+    # What leaves a node crosses every level up to the one that its own node and the other have in common.
+    outside, near = 0.0, 1
+    for ranks, link in zip(span[1:], network.links[1:], strict=True):
+        if ranks > 1:
+            beyond = (nodes - near) * (1 - (1 - 1 / nodes) ** top_k)
+            outside = max(outside, tokens * token * beyond / link.bandwidth)
+            near *= ranks
     # A token reaches a rank from the node's gateway, or from its own rank: either way it crosses the node once.
     ranks = (
         _distinct_others(inner, top_k) if nodes == 1 else group_size(span) * (1 - (1 - 1 / group_size(span)) ** top_k)

@@ -36,7 +36,7 @@ def cost_context(
     """The context of one model and batch on one cluster; with the package's own constants unless given others."""
     constants, chip = constants or load_calibration(), cluster.chip
     overheads = constants.overheads
-    efficiency = constants.efficiency_of(chip.name, software.attention == "native")
+    efficiency = constants.efficiency_of(chip, software.attention == "native")
     if not chip.overlaps:
         software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False)
     return CostContext(

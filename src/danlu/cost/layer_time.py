@@ -137,15 +137,37 @@ class _LayerTimer:
         )
         if self.moe:
             forward, backward = (once._replace(expert=self._expert(once.compute)) for once in (forward, backward))
-        launches = kernels + (4 if self.shard.tp > 1 else 0)
-        host = 0.0 if self.software.graph_capture else self.overheads.launch_overhead * launches
+        host = self._launch_times(kernels)
         blocking = self.software.launch_blocking
-        forward, backward = forward.with_launch_time(host, blocking), backward.with_launch_time(1.3 * host, blocking)
-        again = forward.rerun(RERUN[recompute])
+        forward, backward = forward.with_launch_time(host[0], blocking), backward.with_launch_time(host[1], blocking)
+        return LayerTime(forward, backward, weights, self._again(recompute, forward))
+
+    def _launch_times(self, kernels: int) -> tuple[float, float]:
+        """Seconds that the host launches kernels, forward and backward."""
+        if self.software.graph_capture:
+            return 0.0, 0.0
+        each = self.overheads.launch_overhead
+        host = each * (kernels + (4 if self.shard.tp > 1 else 0))
+        if not self.moe or self.software.fused_grouped_gemm:
+            return host, 1.3 * host
+        # One call a matmul and expert, and in fp8 one cast; backward for inputs and for weights.
+        calls = each * 2 * self.shard.local_experts * (2 if self.device.uses_fp8 else 1)
+        return host + calls, 1.3 * host + 2 * calls
+
+    def _again(self, recompute: Recompute, forward: PassTime) -> PassTime:
+        """What the backward pass runs again."""
         if recompute == "latent":
             up = attention.latent_matmuls(self.shard)
-            again = PassTime(linear=sum(matmul_time(device, each.rows, each.columns, each.inner) for each in up))
-        return LayerTime(forward, backward, weights, again)
+            return PassTime(linear=sum(matmul_time(self.device, each.rows, each.columns, each.inner) for each in up))
+        again = forward.rerun(RERUN[recompute])
+        last = layer.last_matmul(self.shard, self.moe)
+        if recompute == "full" and last and self.software.recompute_stops_early:
+            spared = matmul_time(self.device, last.rows, last.columns, last.inner)
+            # with the reduction of its result, half of the traffic around one block
+            again = again._replace(
+                linear=again.linear - spared, tensor=again.tensor * (1 - 0.5 / self._tp_blocks)
+            )
+        return again
 
     def _core_attention(self) -> tuple[float, float]:
         """Forward and backward of scores, softmax and weighted sum."""

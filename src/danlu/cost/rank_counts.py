@@ -50,9 +50,9 @@ class RankCounter(LayoutShapes):
         total = 0.0
         for (moe, recompute), count in contents.runs:
             linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
-            last = 0.0 if moe else 2.0 * shard.tokens * shape.width * shape.mlp_dim / shard.tp
-            once = 3 * linear + (1 + attention.BACKWARD_TO_FORWARD) * core
-            total += count * (once + ((linear - last + core) if recompute == "full" else 0.0))
+            last = layer.last_matmul(shard, moe)
+            again = linear + core - (last.flops if last else 0.0) if recompute == "full" else 0.0
+            total += count * (3 * linear + (1 + attention.BACKWARD_TO_FORWARD) * core + again)
         if contents.has_head:
             total += 3 * embedding_head.head_flops(shard)
         return self.layout.microbatches * total

@@ -50,12 +50,18 @@ class Software:
     """Of all layers, or of each; from the plan if None."""
     recomputed_layers: int | None = None
     """Layers with recompute; all if None."""
+    recompute_stops_early: bool = True
+    """End full recompute before a layer's last matmul, whose result nothing needs, as PyTorch's non-reentrant
+    checkpointing and XLA do; Megatron's own runs all of the layer again."""
     expert_tp: int = 1
     """Tensor parallelism inside an expert."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert rank over the mean: 1 is forced balance or token dropping."""
     overlap_grad_reduce: bool = True
     """Reduce gradients and gather parameters while computing."""
+    compiled_gathers: bool = False
+    """A compiler schedules gathers and reductions of sharded parameters, and the chip moves them without its cores, as
+    XLA does on TPUs; otherwise they are kernels that compete with compute."""
     overlap_tp_comm: bool = False
     overlap_ep_comm: bool = False
     """Send tokens to experts while another microbatch computes."""

@@ -182,8 +182,10 @@ class _StepEstimator(LayoutShapes):
         if gathers:
             first, second = gathers
             if self.software.overlap_grad_reduce:
-                first = exposed_time(first, forward, self.overheads.contention)
-                second = exposed_time(second, backward, self.overheads.contention)
+                compiled, overheads = self.software.compiled_gathers, self.overheads
+                contention = overheads.contention if compiled else overheads.fsdp_contention
+                first = exposed_time(first, forward, contention)
+                second = exposed_time(second, backward, contention)
             parts["gather"] = first + second
             forward, backward = forward + first, backward + second
         return StageTime(forward, backward, weights), parts

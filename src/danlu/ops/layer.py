@@ -16,6 +16,11 @@ def expert_matmuls(shard: LayerShard, moe: bool) -> tuple[Matmul, ...]:
     return experts.matmuls(shard) if moe else ()
 
 
+def last_matmul(shard: LayerShard, moe: bool) -> Matmul | None:
+    """The matmul that ends a dense layer, whose result no gradient needs; experts' results are weighted, so needed."""
+    return None if moe else mlp.matmuls(shard, moe)[-1]
+
+
 def moved_bytes(
     shard: LayerShard, moe: bool, traffic: float, dispatch: float, fused_activation: bool
 ) -> tuple[float, float]:
