@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from danlu.planner.fit_chance import default_reserve
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
@@ -21,8 +22,6 @@ SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 RECOMPUTE_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 """Stages per rank that are searched for looped schedules."""
-MEMORY_RESERVE = 0.03
-"""Default share of a chip's memory that is kept free for what the formulas do not cover."""
 
 
 class PlanRequestError(ValueError):
@@ -108,8 +107,8 @@ class PlanRequest:
     cluster: Cluster
     chips: int
     constraints: SearchConstraints = SearchConstraints()
-    reserve: float = MEMORY_RESERVE
-    """Share of a chip's memory to keep free."""
+    reserve: float = field(default_factory=default_reserve)
+    """Share of a chip's memory to keep free; by default so much that 95 % of the published runs would have fit."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert rank over the mean."""
 
