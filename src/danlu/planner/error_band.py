@@ -48,19 +48,23 @@ def error_band(request: PlanRequest) -> ErrorBand:
         step_residuals(),
         chip=request.cluster.chip.name,
         moe=request.model.moe is not None,
+        fp32=request.dtype == "fp32",
         chips=request.chips,
         parameters=count_parameters(request.model),
     )
 
 
-def band_of_runs(rows: Sequence[StepResidual], *, chip: str, moe: bool, chips: int, parameters: float) -> ErrorBand:
-    """The band of the runs nearest to this many chips and parameters."""
+def band_of_runs(
+    rows: Sequence[StepResidual], *, chip: str, moe: bool, chips: int, parameters: float, fp32: bool = False
+) -> ErrorBand:
+    """The band of the runs nearest to this many chips and parameters; a run in fp32 is like no other."""
 
     def distance(row: StepResidual) -> float:
         return hypot(log2(row.chips / chips), log2(row.parameters / parameters))
 
     known = chip_model(chip, {row.chip for row in rows})
-    near = sorted((row for row in rows if row.moe == moe and distance(row) <= NEAR), key=distance)
+    alike = (row for row in rows if row.moe == moe and (row.dtype == "fp32") == fp32)
+    near = sorted((row for row in alike if distance(row) <= NEAR), key=distance)
     same = [row for row in near if known and _model_name(row.chip) == known]
     for some, name in ((same, known), (near, "any chip")):
         if len(some) >= MIN_RUNS:

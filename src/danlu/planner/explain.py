@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
 from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace
+from danlu.planner.ties import tie_limit
 from danlu.spec.plan import LOOPED_SCHEDULES
 
 PART_LABELS = {
@@ -53,7 +54,7 @@ class Rejection:
     change: str
     """The knob that differs, with both values."""
     kind: str
-    """`rule`, `bytes` or `seconds`."""
+    """`rule`, `bytes`, `seconds`, or `tie` if the model cannot tell which is faster."""
     reason: str
     remedy: str = ""
     """The smallest change that makes it fit, or what costs it the time."""
@@ -84,12 +85,17 @@ class Explainer:
         self.request = request
         self.space, self.pricer = SearchSpace(request), PlanPricer(request)
 
-    def rejections(self, chosen: PricedPlan) -> list[Rejection]:
-        """For every layout that differs in one knob, why it was not chosen."""
-        found = [self._against(chosen, change, other) for change, other in neighbors(chosen.candidate, self.request)]
-        return [rejection for rejection in found if rejection is not None]
+    def rejections(self, chosen: PricedPlan, fastest: float | None = None) -> list[Rejection]:
+        """For every layout that differs in one knob, why it was not chosen.
 
-    def _against(self, chosen: PricedPlan, change: str, other: Candidate) -> Rejection | None:
+        `fastest` is the time of the fastest layout, if that is not the chosen one: a tie is measured from it.
+        """
+        limit = tie_limit(chosen.seconds if fastest is None else fastest)
+        return [
+            self._against(chosen, change, other, limit) for change, other in neighbors(chosen.candidate, self.request)
+        ]
+
+    def _against(self, chosen: PricedPlan, change: str, other: Candidate, tied_until: float) -> Rejection:
         problem = self.rule_violation(other)
         if problem:
             return Rejection(change, "rule", problem)
@@ -105,10 +111,13 @@ class Explainer:
             name: best.prediction.parts.get(name, 0.0) - chosen.prediction.parts.get(name, 0.0) for name in PART_LABELS
         }
         part = max(grown, key=lambda name: grown[name])
+        # The same degrees share most of their error: their order can be trusted, however close they are.
+        is_tie = best.seconds <= tied_until and other.degrees != chosen.candidate.degrees
+        reason = f"{best.seconds:.3f} s per step, {more:+.3f} s ({more / chosen.seconds:+.1%})"
         return Rejection(
             change,
-            "seconds",
-            f"{best.seconds:.3f} s per step, {more:+.3f} s ({more / chosen.seconds:+.1%})",
+            "tie" if is_tie else "seconds",
+            f"{reason}: a tie" if is_tie else reason,
             f"{PART_LABELS[part]}: {grown[part]:+.3f} s" if grown[part] > 0 else "",
         )
 
