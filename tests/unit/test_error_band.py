@@ -10,7 +10,6 @@ from danlu.planner.residuals import StepResidual, percentile, step_residuals
 from danlu.report.plan_confidence import band_json, band_text, step_with_band
 from danlu.spec.recipe import PrecisionConfig
 
-
 RUN = StepResidual(
     set="one", chip="H100-80GB", moe=False, chips=64, parameters=1e10, engine="fsdp", dtype="bf16", error=0.0
 )

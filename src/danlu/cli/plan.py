@@ -105,8 +105,14 @@ def plan(
             reserve=default_reserve() if reserve is None else reserve,
             expert_imbalance=imbalance,
         )
+        between_failures = _seconds(mtbf)
+        if between_failures is not None and not machine.tiers:
+            raise PlanRequestError(
+                f"--mtbf has no effect with --cluster {cluster}: it has no [[tiers]] to save to, so no goodput is "
+                "predicted; omit --mtbf, or add a tier to the cluster's file"
+            )
         context = modes.PlanContext(
-            request=request, mtbf=_seconds(mtbf), search_function=_search_with_progress, as_json=as_json
+            request=request, mtbf=between_failures, search_function=_search_with_progress, as_json=as_json
         )
         if why_not:
             modes.show_why_not(context, why_not)

@@ -119,9 +119,8 @@ def _scaling(context: PlanContext, fastest: PricedPlan) -> list[tuple[int, Price
 
 def show_why_not(context: PlanContext, wanted: str) -> None:
     """Compare the best layout under a constraint with the best of all."""
-    constraints = context.request.constraints
     more = parse_constraints(wanted, option="--why-not")
-    constrained = replace(constraints, allowed={**constraints.allowed, **more.allowed})
+    constrained = context.request.constraints.joined(more, "--why-not")
     other = context.search_function(replace(context.request, constraints=constrained), 1, tie_width=0.0)
     if not other.best and other.least_memory is None:
         raise PlanRequestError(f"--why-not {wanted}: {explain_infeasible(other.request)}")
