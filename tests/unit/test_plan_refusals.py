@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from danlu.cli.app import app
 from danlu.planner import PlanRequest, PlanRequestError, parse_constraints, search
 from danlu.planner.search_space import SearchSpace
+from danlu.spec import toml
 
 ASKED = ["plan", "recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "64"]
 
@@ -45,10 +46,60 @@ def test_a_degree_that_the_model_refuses_is_refused_as_check_does(tmp_path: Path
         ("pp=96", "the model has only 80 layers"),
         ("ep=2", "has no expert layers"),
         ("tp=8,pp=16", "pp 16 × tp 8 = 128 does not divide the 64 chips"),
+        ("virtual=5", "virtual=5: must be a number that is searched: 1, 2, 3, 4, 6, 8"),
+        ("microbatches=7", "`microbatches` is 7, but must divide the sequences of a rank"),
+        ("microbatch=3", "microbatch = 3 does not divide the 2,048 sequences of a rank (`batch.sequences`"),
+        ("microbatch=2,microbatches=8,pp=1,tp=8,cp=1", "makes 128 microbatches of the 256 sequences of a rank, but"),
+        ("schedule=zbv,pp=1", '`pipeline.schedule` is "zbv", but `degrees.pp` is 1, so it is unused'),
+        ("schedule=interleaved,virtual=8,pp=32", "which with `stages_per_rank` 8 makes 256 stages"),
+        ("recompute=selective,schedule=zbv,pp=4", '`recompute` is "selective", but the schedule "zbv" splits'),
+        ("reshard=true,schedule=zbv,pp=4", "`reshard_after_forward` is true, but the schedule"),
+        ("schedule=1f1b,pp=8,tp=8,microbatches=1", 'is 1, but the schedule "1f1b" needs at least `pp` (8)'),
     ],
 )
 def test_every_knob_says_why(fix: str, said: str) -> None:
     assert said in _said("--fix", fix)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--exclude", "none,selective,full"], "--exclude names every recompute mode: remove one"),
+        (["--exclude", "1f1b,interleaved,zero-bubble,zbv", "--fix", "pp=4"], "names every schedule, but pp = 4 needs"),
+        (["--fix", "tp=8", "--why-not", "tp=4"], "--why-not tp=4 contradicts --fix or --exclude, which hold tp=8"),
+        (["--exclude", "pp", "--why-not", "pp=4"], "--why-not pp=4 contradicts --fix or --exclude, which hold pp=1"),
+        (["--exclude", "zbv", "--why-not", "schedule=zbv"], "--why-not schedule=zbv contradicts --exclude zbv"),
+        (["--why-not", "microbatches=7"], "--why-not microbatches=7: `microbatches` is 7, but must divide"),
+    ],
+)
+def test_options_that_leave_nothing_name_each_other(given: list[str], said: str) -> None:
+    assert said in _said(*given)
+
+
+def test_a_fixed_schedule_is_never_answered_without_a_pipeline() -> None:
+    found = search(question(chips=8, cluster=machine(nodes=2), fix="schedule=zbv", sequences=64), 3)
+    assert found.best and all(choice.plan.pipeline.schedule == "zbv" for choice in found.best)
+    either = search(question(chips=8, cluster=machine(nodes=2), fix="schedule=1f1b|zbv", sequences=64), 3)
+    assert any(choice.plan.degrees.pp == 1 for choice in either.best)
+
+
+def test_a_neighbor_is_refused_in_the_words_of_check() -> None:
+    from danlu.planner.explain import Explainer
+
+    asked = question(chips=8, cluster=machine(nodes=2), fix="pp=1,tp=8,microbatch=1")
+    refused = {one.change: one for one in Explainer(asked).rejections(search(asked, 1).best[0]) if one.kind == "rule"}
+    smaller = refused["microbatch 1 → 0.5"]
+    assert smaller.reason.startswith("`microbatches` is 32, but must divide the sequences of a rank")
+    assert smaller.remedy == "microbatches = 16"
+    assert refused["ep 1 → 2"].reason.startswith("`degrees.ep` is 2, but the model")
+
+
+def test_a_rate_of_failures_without_a_tier_is_refused(tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(toml.dumps(machine().model_copy(update={"tiers": ()})))
+    result = CliRunner().invoke(app, [*ASKED[:2], "--cluster", str(cluster), "--mtbf", "5 d"])
+    assert result.exit_code == 2
+    assert "--mtbf has no effect with --cluster" in result.stderr and "[[tiers]]" in result.stderr
 
 
 def test_an_empty_space_always_has_a_reason() -> None:
@@ -80,8 +131,8 @@ def test_how_many_chips_would_do_is_said() -> None:
     from danlu.planner.infeasible import chips_needed
 
     def asked(chips: int) -> PlanRequest:
-        small = machine(nodes=chips // 4, memory=3.9e9)  # 97 % of it: 16 chips need 3.64 GB, 8 need 3.95
-        return question(chips=chips, cluster=small, without="pp", fix="recompute=full")
+        small = machine(nodes=chips // 4, memory=3.8e9)  # 16 chips need 3.64 GB, 8 need 3.95
+        return question(chips=chips, cluster=small, without="pp", fix="recompute=full", reserve=0.0)
 
     assert not search(asked(4)).best
     enough = chips_needed(asked(4))

@@ -51,10 +51,10 @@ def test_a_plan_names_its_precision_and_warns_of_fp32(recipe: Path, tmp_path: Pa
     code, shown, said = _run("plan", str(recipe), *ASKED, "--html", str(page), "--output", str(tmp_path / "plan.toml"))
     assert code == 0, said
     head = shown.splitlines()[0]
-    assert "llama3-8b in fp32, 19.5 TFLOP/s a chip, on 32 of the 3,072 chips" in head
+    assert "llama3-8b in fp32, peak 19.5 TFLOP/s a chip, on 32 of the 3,072 chips" in head
     warning = 'fp32: 19.5 of 312 TFLOP/s a chip; the same layout with [precision] compute = "bf16" is predicted 14.'
     assert warning in shown.splitlines()[1]
-    assert "fp32, 19.5 TFLOP/s a chip" in page.read_text()
+    assert "fp32, peak 19.5 TFLOP/s a chip" in page.read_text()
     assert "TFLOP/s a chip; the same layout with" in page.read_text()
     assert 'dtype = "fp32"' in (tmp_path / "plan.toml").read_text()
     half = tmp_path / "half.toml"
@@ -68,7 +68,7 @@ def test_a_plan_names_its_precision_and_warns_of_fp32(recipe: Path, tmp_path: Pa
 def test_every_question_of_the_planner_names_the_precision(recipe: Path, asked: list[str]) -> None:
     code, shown, said = _run("plan", str(recipe), *ASKED, *asked)
     assert code == 0, said
-    assert "in fp32, 19.5 TFLOP/s a chip" in shown
+    assert "in fp32, peak 19.5 TFLOP/s a chip" in shown
     assert "warning: fp32" in shown
 
 
@@ -109,7 +109,7 @@ def test_the_page_of_a_plan_in_mixed_precision_says_so() -> None:
     answer = search(asked, shown=1)
     assert asked.recipe.precision.label == "bf16"
     assert mixed.label == "bf16 (fp32 in blocks.0)"
-    assert "bf16, 312 TFLOP/s a chip" in plan_page(answer, level_costs(answer.best[0]), [], None)
+    assert "bf16, peak 312 TFLOP/s a chip" in plan_page(answer, level_costs(answer.best[0]), [], None)
 
 
 def test_a_run_says_its_precision_wherever_it_says_its_speed(tmp_path: Path) -> None:

@@ -60,13 +60,15 @@ _S3 = "an s3:// address"
 _SLURM = ("--ranks-per-node", "--partition", "--account", "--time", "--sbatch", "--wait")
 _PLAN: tuple[OptionRule, ...] = (
     MutuallyExclusive(_MODES, "each is a separate mode; use one at a time"),
-    Requires(("--tokens",), "--days", "it is the number of tokens to train within those days"),
+    Requires(("--tokens",), "--days", "it is the number of tokens to train within those days; add --days, or omit it"),
     *(
-        NoEffectWith(mode, ("--output", "--html", "--open"), "its result is a comparison, not one plan")
+        NoEffectWith(
+            mode, ("--output", "--html", "--open"), f"its result is a comparison, not one plan; omit it, or {mode}"
+        )
         for mode in _MODES[:-1]
     ),
     NoEffectWith("--verify", ("--html", "--open"), "it prints tables; omit --verify for the page"),
-    NoEffectWith("--compare", ("--chips",), "the given plan says how many ranks it has"),
+    NoEffectWith("--compare", ("--chips",), "the given plan says how many ranks it has; omit --chips"),
 )
 _HF: tuple[OptionRule, ...] = (NoEffectWith("--no-compare", ("--tolerance",), "nothing is compared"),)
 OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {

@@ -70,7 +70,14 @@ def plan(
     ] = 0,
     imbalance: Annotated[float, typer.Option(help="Tokens of the fullest expert rank over the mean.", min=1.0)] = 1.0,
     mtbf: Annotated[str, typer.Option(help="Mean time between failures of a node: 30 d.")] = "",
-    reserve: Annotated[float, typer.Option(help="Share of a chip's memory to keep free.", min=0.0, max=0.9)] = 0.03,
+    reserve: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a chip's memory to keep free; if omitted, as much as fits 95 % of published runs.",
+            min=0.0,
+            max=0.9,
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan.", metavar="PLAN.toml")] = None,
     page: Annotated[
         Path | None, typer.Option("--html", help="Write a page with pictures.", metavar="PAGE.html")
@@ -81,11 +88,12 @@ def plan(
     """Find the fastest layout that fits, and show where its time goes and why others lose.
 
     Searches degrees of every axis, schedules, microbatches, recompute, sharding and the placement of every axis on the
-    network; the result is proven to be the best of them under the cost model. Times are predictions;
-    docs/planner-truth.md shows how far off they are.
+    network; none of them is faster under the cost model. Of layouts that are too close to call, the simplest is
+    proposed. Times are predictions, with the error of published runs like yours; docs/planner-truth.md has them all.
     """
     from danlu.cli import plan_modes as modes
     from danlu.planner import PlanRequest, PlanRequestError, parse_constraints
+    from danlu.planner.fit_chance import default_reserve
 
     try:
         read, machine = load_recipe(recipe), load_cluster(cluster)
@@ -94,11 +102,17 @@ def plan(
             cluster=machine,
             chips=machine.chips if chips is None else chips,
             constraints=parse_constraints(fix, exclude),
-            reserve=reserve,
+            reserve=default_reserve() if reserve is None else reserve,
             expert_imbalance=imbalance,
         )
+        between_failures = _seconds(mtbf)
+        if between_failures is not None and not machine.tiers:
+            raise PlanRequestError(
+                f"--mtbf has no effect with --cluster {cluster}: it has no [[tiers]] to save to, so no goodput is "
+                "predicted; omit --mtbf, or add a tier to the cluster's file"
+            )
         context = modes.PlanContext(
-            request=request, mtbf=_seconds(mtbf), search_function=_search_with_progress, as_json=as_json
+            request=request, mtbf=between_failures, search_function=_search_with_progress, as_json=as_json
         )
         if why_not:
             modes.show_why_not(context, why_not)
@@ -134,9 +148,12 @@ def _seconds(text: str) -> float | None:
         raise PlanRequestError(f"--mtbf: is {format_value(text)}, but must be {expected_from(error)}") from None
 
 
-def _search_with_progress(request: "PlanRequest", shown: int, *, within: float = inf) -> "SearchResult":
+def _search_with_progress(
+    request: "PlanRequest", shown: int, *, within: float = inf, tie_width: float | None = None
+) -> "SearchResult":
     """Search with a progress bar on stderr; it shows how much of the proof is done."""
     from danlu.planner import search
+    from danlu.planner.ties import TIE_WIDTH
 
     errors = Console(stderr=True)
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True)
@@ -147,4 +164,5 @@ def _search_with_progress(request: "PlanRequest", shown: int, *, within: float =
             words = "listing layouts" if share == 0 else "proving the best"
             bar.update(task, completed=min(1.0, share), description=f"{request.chips:,} chips, {words}: {opened:,}")
 
-        return search(request, shown, report_progress, within)
+        width = TIE_WIDTH if tie_width is None else tie_width
+        return search(request, shown, report_progress, within, tie_width=width)

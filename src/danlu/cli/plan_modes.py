@@ -17,9 +17,11 @@ from danlu.planner.explain import PART_LABELS, Explainer, level_costs
 from danlu.planner.goodput import Goodput, goodput
 from danlu.planner.infeasible import chips_needed, explain_infeasible
 from danlu.planner.search import SearchFunction
+from danlu.planner.ties import TIE_WIDTH, tie_limit
 from danlu.planner.what_if import apply_what_if, least_memory_layout, sweep_sequence_length
 from danlu.report import plan_tables as tables
 from danlu.report.formatting import count
+from danlu.report.plan_confidence import band_text, step_text, ways_to_tell_apart, width_text
 from danlu.report.terminal import Console
 from danlu.spec import toml
 from danlu.spec.load import read_plan
@@ -39,9 +41,9 @@ class PlanContext:
     search_function: SearchFunction
     as_json: bool
 
-    def search(self, request: PlanRequest | None = None, shown: int = 1) -> SearchResult:
+    def search(self, request: PlanRequest | None = None, shown: int = 1, tie_width: float = TIE_WIDTH) -> SearchResult:
         """Search; raises `PlanRequestError` with the reason if nothing fits."""
-        result = self.search_function(request or self.request, shown)
+        result = self.search_function(request or self.request, shown, tie_width=tie_width)
         if not result.best:
             raise PlanRequestError(explain_no_fit(result))
         return result
@@ -86,10 +88,11 @@ def _more_chips(request: PlanRequest) -> str:
 
 
 def show_best(context: PlanContext, out: Path | None, page: Path | None, open_page: bool) -> None:
-    """The best layout, its runners-up, and why."""
+    """The simplest of the fastest layouts, its runners-up, and why."""
     result = context.search(shown=5)
-    chosen, expected = result.best[0], context.goodput()
-    found, rejections = level_costs(chosen), Explainer(context.request).rejections(chosen)
+    chosen, expected = result.answer, context.goodput()
+    found = level_costs(chosen)
+    rejections = Explainer(context.request).rejections(chosen, result.best[0].seconds)
     context.show(
         tables.result_view(result, found, rejections, expected), tables.result_json(result, found, rejections, expected)
     )
@@ -98,45 +101,44 @@ def show_best(context: PlanContext, out: Path | None, page: Path | None, open_pa
     if page is not None:
         from danlu.report.plan_page import plan_page
 
-        write_text(page, plan_page(result, found, rejections, expected, _scaling(context, chosen)))
+        write_text(page, plan_page(result, found, rejections, expected, _scaling(context, result.best[0])))
         if open_page:
             open_in_browser(page)
 
 
-def _scaling(context: PlanContext, chosen: PricedPlan) -> list[tuple[int, PricedPlan | None]]:
-    """The best layouts of an eighth, a quarter and half of the chips, and of all."""
+def _scaling(context: PlanContext, fastest: PricedPlan) -> list[tuple[int, PricedPlan | None]]:
+    """The fastest layouts of an eighth, a quarter and half of the chips, and of all."""
     found: list[tuple[int, PricedPlan | None]] = []
     for part in (8, 4, 2):
         chips = context.request.chips // part
         if chips >= 1 and context.request.chips % part == 0:
-            result = context.search_function(replace(context.request, chips=chips), 1)
+            result = context.search_function(replace(context.request, chips=chips), 1, tie_width=0.0)
             found.append((chips, result.best[0] if result.best else None))
-    return [*found, (context.request.chips, chosen)]
+    return [*found, (context.request.chips, fastest)]
 
 
 def show_why_not(context: PlanContext, wanted: str) -> None:
     """Compare the best layout under a constraint with the best of all."""
-    constraints = context.request.constraints
     more = parse_constraints(wanted, option="--why-not")
-    constrained = replace(constraints, allowed={**constraints.allowed, **more.allowed})
-    other = context.search_function(replace(context.request, constraints=constrained), 1)
+    constrained = context.request.constraints.joined(more, "--why-not")
+    other = context.search_function(replace(context.request, constraints=constrained), 1, tie_width=0.0)
     if not other.best and other.least_memory is None:
         raise PlanRequestError(f"--why-not {wanted}: {explain_infeasible(other.request)}")
     result = context.search()
-    chosen = result.best[0]
+    chosen = result.answer
     if not other.best:
         text = explain_no_fit(other)
         context.show(Text(text), {"best": tables.plan_json(chosen, context.goodput()), "refused": text})
         return
-    _side_by_side(context, [("best", chosen), (wanted, other.best[0])])
+    _side_by_side(context, [("best", chosen), (wanted, other.best[0])], result.best[0].seconds)
 
 
 def show_what_if(context: PlanContext, changes: list[str]) -> None:
-    """Compare the best layouts on this machine and on a changed one."""
+    """Compare the fastest layouts on this machine and on a changed one."""
     other = context.request
     for change in changes:
         other = apply_what_if(other, change)
-    now, then = context.search(), context.search(other)
+    now, then = context.search(tie_width=0.0), context.search(other, tie_width=0.0)
     _side_by_side(context, [("now", now.best[0]), (", ".join(changes), then.best[0])])
 
 
@@ -161,7 +163,8 @@ def show_comparison(context: PlanContext, path: Path) -> None:
         typer.echo(
             f"{path} does not fit: {tables.format_gb(over)} over the limit on the fullest chip; {remedy}", err=True
         )
-    _side_by_side(replace(context, request=request), [("best", result.best[0]), (path.name, priced)])
+    rows = [("best", result.answer), (path.name, priced)]
+    _side_by_side(replace(context, request=request), rows, result.best[0].seconds)
 
 
 def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
@@ -175,7 +178,7 @@ def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
         words = f"{count(wanted)} tokens do not finish within {days:g} days on {context.request.chips:,} chips or fewer"
         context.show(Text(f"{words}: {late}."), value)
         raise typer.Exit(1)
-    chosen = found.result.best[0]
+    chosen = found.result.answer
     expected = goodput(chosen.request, context.mtbf)
     taken = training_days(chosen, wanted, context.mtbf)
     words = (
@@ -183,7 +186,8 @@ def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
         f"{', failures included' if expected else ''}. Fewer are too slow: {late}."
     )
     value["best"] = tables.plan_json(chosen, expected)
-    context.show(tables.with_header(chosen, Text(words), Text(), tables.side_by_side([("1", chosen)], expected)), value)
+    table = tables.side_by_side([("1", chosen)], expected)
+    context.show(tables.with_header(chosen, Text(words), Text(), table, Text(), Text(band_text(chosen))), value)
 
 
 def _late_words(request: PlanRequest, found: DeadlineResult) -> str:
@@ -217,22 +221,33 @@ def show_longest_sequence(context: PlanContext) -> None:
 def show_least_memory(context: PlanContext) -> None:
     """Compare the layout with the least memory with the fastest."""
     found, result = least_memory_layout(context.request), context.search_function(context.request, 1)
-    _side_by_side(context, [("leanest", found), *(("best", priced) for priced in result.best)])
+    _side_by_side(context, [("leanest", found), *(("best", priced) for priced in result.tied[:1])])
 
 
-def _side_by_side(context: PlanContext, rows: list[tuple[str, PricedPlan]]) -> None:
-    """Compare two layouts by the parts of a step."""
+def _side_by_side(context: PlanContext, rows: list[tuple[str, PricedPlan]], fastest: float | None = None) -> None:
+    """Compare two layouts by the parts of a step; a tie is measured from the `fastest`, if it is given."""
     expected = context.goodput(rows[-1][1].request)
     lines = _differences(*rows[0], *rows[1]) if len(rows) > 1 else []
-    value = {name: tables.plan_json(priced, expected) for name, priced in rows}
+    value: dict[str, Any] = {name: tables.plan_json(priced, expected) for name, priced in rows}
+    if fastest is not None:
+        value["tie"] = rows[1][1].seconds <= tie_limit(fastest)
+        lines[1:1] = [_tie_words(context.request)] if value["tie"] else []
+    lines += [f"  {name}: {band_text(priced)}" for name, priced in rows]
     view = tables.with_header(rows[0][1], tables.side_by_side(rows, expected), Text(), Text("\n".join(lines)))
     context.show(view, value)
 
 
+def _tie_words(request: PlanRequest) -> str:
+    apart = ", or ".join(ways_to_tell_apart(request, 2))
+    return f"  within {width_text(TIE_WIDTH)} of the fastest: a tie, too close for the model to call: {apart}."
+
+
 def _differences(first: str, one: PricedPlan, second: str, other: PricedPlan) -> list[str]:
     more = other.seconds - one.seconds
+    if one.plan == other.plan:
+        return [f"{second}: {first} is this layout already."]
     speed = f"{abs(more) / one.seconds:.1%} {'slower' if more > 0 else 'faster'} than {first}"
-    lines = [f"{second}: {speed} ({tables.step_text(one.seconds)} → {tables.step_text(other.seconds)})."]
+    lines = [f"{second}: {speed} ({step_text(one.seconds)} → {step_text(other.seconds)})."]
     changes = {
         name: other.prediction.parts.get(name, 0.0) - one.prediction.parts.get(name, 0.0) for name in PART_LABELS
     }

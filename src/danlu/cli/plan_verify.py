@@ -16,9 +16,9 @@ from danlu.spec import toml
 
 
 def verify_best(context: PlanContext, number: int, out: Path | None) -> None:
-    """Dry-run the best layouts, and propose the fastest that is not rejected."""
+    """Dry-run the best layouts, simplest of a tie first, and propose the first that is not rejected."""
     result = context.search(shown=number)
-    found = _run_all(result.best)
+    found = _run_all(result.ranked[:number])
     chosen, goodput = first_accepted(found), context.goodput()
     context.show(verification_view(found, chosen), verification_json(found, chosen, goodput))
     if chosen is None:

@@ -45,7 +45,7 @@ def fewest_chips(
         smaller = replace(request, chips=chips)
         longest = days * 86400 * _goodput_share(smaller, mtbf) * request.recipe.batch.tokens / tokens
         found = search(smaller, 1, within=longest)
-        tried[chips] = training_days(found.best[0], tokens, mtbf) if found.best else None
+        tried[chips] = training_days(found.answer, tokens, mtbf) if found.best else None
         if found.best:
             return DeadlineResult(tuple(tried.items()), found, counts[0])
     return DeadlineResult(tuple(tried.items()), None, counts[0] if counts else request.chips + 1)

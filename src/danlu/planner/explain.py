@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
 from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace
+from danlu.planner.ties import tie_limit
 from danlu.spec.plan import LOOPED_SCHEDULES
+from danlu.spec.problem import Problem
 
 PART_LABELS = {
     "linear": "matmuls",
@@ -53,10 +55,10 @@ class Rejection:
     change: str
     """The knob that differs, with both values."""
     kind: str
-    """`rule`, `bytes` or `seconds`."""
+    """`rule`, `bytes`, `seconds`, or `tie` if the model cannot tell which is faster."""
     reason: str
     remedy: str = ""
-    """The smallest change that makes it fit, or what costs it the time."""
+    """What satisfies the rule, the smallest change that makes it fit, or what costs it the time."""
 
 
 def level_costs(priced: PricedPlan) -> list[LevelCost]:
@@ -84,15 +86,20 @@ class Explainer:
         self.request = request
         self.space, self.pricer = SearchSpace(request), PlanPricer(request)
 
-    def rejections(self, chosen: PricedPlan) -> list[Rejection]:
-        """For every layout that differs in one knob, why it was not chosen."""
-        found = [self._against(chosen, change, other) for change, other in neighbors(chosen.candidate, self.request)]
-        return [rejection for rejection in found if rejection is not None]
+    def rejections(self, chosen: PricedPlan, fastest: float | None = None) -> list[Rejection]:
+        """For every layout that differs in one knob, why it was not chosen.
 
-    def _against(self, chosen: PricedPlan, change: str, other: Candidate) -> Rejection | None:
-        problem = self.rule_violation(other)
-        if problem:
-            return Rejection(change, "rule", problem)
+        `fastest` is the time of the fastest layout, if that is not the chosen one: a tie is measured from it.
+        """
+        limit = tie_limit(chosen.seconds if fastest is None else fastest)
+        return [
+            self._against(chosen, change, other, limit) for change, other in neighbors(chosen.candidate, self.request)
+        ]
+
+    def _against(self, chosen: PricedPlan, change: str, other: Candidate, tied_until: float) -> Rejection:
+        wrong = self.rule_problem(other)
+        if wrong:
+            return Rejection(change, "rule", f"`{wrong.key}` {wrong.message}", wrong.suggestion)
         taken, limit = self.pricer.memory(other).device_bytes, self.request.usable_memory
         if taken > limit:
             reason = f"{taken / 1e9:.1f} GB on the fullest chip, {(taken - limit) / 1e9:.1f} GB more than fit"
@@ -105,32 +112,29 @@ class Explainer:
             name: best.prediction.parts.get(name, 0.0) - chosen.prediction.parts.get(name, 0.0) for name in PART_LABELS
         }
         part = max(grown, key=lambda name: grown[name])
+        # The same degrees share most of their error: their order can be trusted, however close they are.
+        is_tie = best.seconds <= tied_until and other.degrees != chosen.candidate.degrees
+        reason = f"{best.seconds:.3f} s per step, {more:+.3f} s ({more / chosen.seconds:+.1%})"
         return Rejection(
             change,
-            "seconds",
-            f"{best.seconds:.3f} s per step, {more:+.3f} s ({more / chosen.seconds:+.1%})",
+            "tie" if is_tie else "seconds",
+            f"{reason}: a tie" if is_tie else reason,
             f"{PART_LABELS[part]}: {grown[part]:+.3f} s" if grown[part] > 0 else "",
         )
 
-    def rule_violation(self, candidate: Candidate) -> str:
-        """The first problem that the rules find with a layout; empty if none."""
+    def rule_problem(self, candidate: Candidate) -> Problem | None:
+        """The first problem that the rules of `danlu check` find with a layout."""
         shape, schedule, data = candidate
-        held, rest = divmod(self.request.recipe.batch.sequences, shape.dp)
-        if shape.pp * shape.cp * shape.tp * shape.dp != self.request.chips:
-            return f"its degrees do not multiply to {self.request.chips:,} chips"
-        if rest or held % shape.microbatches or shape.dp % data.shard:
-            return f"the {self.request.recipe.batch.sequences:,} sequences of a batch do not divide"
-        found = (
+        return (
             self.space.shape_problem(shape.tp, shape.cp, shape.ep, data.shard)
             or self.space.stage_problem(shape.pp, schedule, data.reshard_after_forward)
-            or self.space.microbatch_problem(shape.pp, schedule.schedule, schedule.stages_per_rank, shape.microbatches)
+            or self.space.batch_problem(candidate)
         )
-        return f"`{found.key}` {found.message}" if found else ""
 
     def suggest_fix(self, candidate: Candidate) -> str:
         """The smallest change that makes a layout fit."""
         for change, other in neighbors(candidate, self.request, only_smaller=True):
-            if not self.rule_violation(other) and self.pricer.memory(other).device_bytes <= self.request.usable_memory:
+            if not self.rule_problem(other) and self.pricer.memory(other).device_bytes <= self.request.usable_memory:
                 return f"fits with {change}"
         return "no single change makes it fit"
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import islice, product
 from math import ceil, prod
 
+from danlu.planner.knob_conflicts import knob_conflicts, problem_text
 from danlu.planner.pricing import PlanPricer
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import ScheduleKnobs, SearchSpace
 from danlu.spec.plan import DENSE_AXES
-from danlu.spec.problem import Problem
 
 _AXES = (*DENSE_AXES, "ep")
 _MULTIPLES = (2, 4, 8, 16, 32, 64)
@@ -18,7 +18,7 @@ _MULTIPLES = (2, 4, 8, 16, 32, 64)
 
 def explain_infeasible(request: PlanRequest) -> str:
     """Which rule leaves a request without a layout, and what would change that."""
-    found = next(_problems(request), "")
+    found = next(_problems(request), "") or "; ".join(knob_conflicts(request)[:2])
     if found:
         return found
     sequences = request.recipe.batch.sequences
@@ -52,12 +52,12 @@ def _degree_problem(request: PlanRequest, space: SearchSpace, axis: str, value: 
     """The problem of one degree, whatever the others are."""
     degrees = {"tp": 1, "cp": 1, "ep": 1, "shard": 1}
     if axis in ("tp", "cp") and (problem := space.shape_problem(**(degrees | {axis: value}))):
-        return _words(problem)
+        return problem_text(problem)
     experts = request.model.moe.experts if request.model.moe else 1
     if axis == "ep" and (problem := space.shape_problem(**(degrees | {"ep": value, "shard": value}))):
-        return _words(problem)
+        return problem_text(problem)
     if axis == "pp" and (problem := space.stage_problem(value, ScheduleKnobs("1f1b", 1, "none"), False)):
-        return _words(problem)
+        return problem_text(problem)
     if axis != "ep" and request.chips % value:
         return f"{axis} = {value} does not divide the {request.chips:,} chips: change --chips, or {axis}"
     return "" if axis != "ep" or experts % value == 0 else f"ep = {value} does not divide the {experts} experts"
@@ -72,7 +72,7 @@ def _combination_problem(request: PlanRequest, space: SearchSpace, degrees: dict
         return f"{named} = {taken} does not divide the {chips:,} chips: change --chips, or one of them"
     tp, cp, ep = (degrees.get(axis, 1) for axis in ("tp", "cp", "ep"))
     if problem := space.shape_problem(tp, cp, 1, 1):
-        return _words(problem)
+        return problem_text(problem)
     if {"pp", "cp", "tp"} <= degrees.keys() and sequences % (chips // (degrees["pp"] * cp * tp)):
         data = chips // (degrees["pp"] * cp * tp)
         return (
@@ -80,10 +80,6 @@ def _combination_problem(request: PlanRequest, space: SearchSpace, degrees: dict
             f"sequences of a batch (`batch.sequences`): change --chips, or one of them"
         )
     return f"ep = {ep} does not divide `shard` × `cp` × `tp` with {named}" if ep > 1 and named else ""
-
-
-def _words(problem: Problem) -> str:
-    return f"`{problem.key}` {problem.message}: {problem.suggestion}" if problem.suggestion else problem.message
 
 
 def nearest_feasible_chips(request: PlanRequest) -> list[int]:

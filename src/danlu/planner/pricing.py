@@ -11,6 +11,7 @@ from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
 from danlu.ops.recompute import plan_recompute
+from danlu.planner.fit_chance import fit_chance
 from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
@@ -66,6 +67,11 @@ class PricedPlan:
     def fits(self) -> bool:
         """Whether it fits the fullest chip, with the reserve kept free."""
         return self.peak_bytes <= self.request.usable_memory
+
+    @property
+    def fit_chance(self) -> float:
+        """The share of published runs that would have fit the chip, had they been predicted to take as much of it."""
+        return fit_chance(self.peak_bytes, self.request.cluster.chip.memory)
 
     @property
     def microbatch_size(self) -> int:

@@ -1,10 +1,11 @@
 """A request to the planner: a recipe, a cluster, a number of chips, and constraints on the search."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from danlu.planner.fit_chance import default_reserve
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
@@ -21,8 +22,6 @@ SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 RECOMPUTE_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 """Stages per rank that are searched for looped schedules."""
-MEMORY_RESERVE = 0.03
-"""Default share of a chip's memory that is kept free for what the formulas do not cover."""
 
 
 class PlanRequestError(ValueError):
@@ -40,6 +39,19 @@ class SearchConstraints:
         """Whether a knob may have this value."""
         text = str(value).lower()
         return text in self.allowed.get(knob, (text,)) and text not in self.excluded.get(knob, ())
+
+    def joined(self, more: "SearchConstraints", option: str) -> "SearchConstraints":
+        """Both together; raises `PlanRequestError` where `option` contradicts what is fixed or excluded already."""
+        for knob, values in more.allowed.items():
+            wanted = f"{option} {knob}={'|'.join(sorted(values, key=_as_number))}"
+            if knob in self.allowed:
+                held = "|".join(sorted(self.allowed[knob], key=_as_number))
+                raise PlanRequestError(
+                    f"{wanted} contradicts --fix or --exclude, which hold {knob}={held}: remove {knob} from one of them"
+                )
+            if values <= self.excluded.get(knob, frozenset()):
+                raise PlanRequestError(f"{wanted} contradicts --exclude {','.join(sorted(values))}: remove one of them")
+        return replace(self, allowed={**self.allowed, **more.allowed})
 
 
 def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -> SearchConstraints:
@@ -89,6 +101,9 @@ def _values(option: str, knob: str, text: str) -> frozenset[str]:
             raise PlanRequestError(f"{option}: {knob}={word}: must be {example}: {suggest_name(word, [*_NAMED[knob]])}")
         if knob not in _NAMED and not (word.isdecimal() and int(word)):
             raise PlanRequestError(f"{option}: {knob}={word}: must be an integer of 1 or more: write {knob}=N")
+        if knob == "virtual" and int(word) not in (1, *STAGES_PER_RANK):
+            searched = ", ".join(map(str, (1, *STAGES_PER_RANK)))
+            raise PlanRequestError(f"{option}: virtual={word}: must be a number that is searched: {searched}")
     return frozenset(words)
 
 
@@ -108,8 +123,8 @@ class PlanRequest:
     cluster: Cluster
     chips: int
     constraints: SearchConstraints = SearchConstraints()
-    reserve: float = MEMORY_RESERVE
-    """Share of a chip's memory to keep free."""
+    reserve: float = field(default_factory=default_reserve)
+    """Share of a chip's memory to keep free; by default so much that 95 % of the published runs would have fit."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert rank over the mean."""
 

@@ -1,9 +1,9 @@
-"""Best-first search for the fastest layouts of a request, with the proof that no other is faster.
+"""Best-first search for the fastest layouts of a request, and for all that tie with the fastest.
 
 Layouts form a tree: a shape (how the model and the batch are sharded), its schedules, how states are sharded, the
 placement on the network. Every node has a lower bound on the time of all layouts below it. The node with the lowest
-bound is expanded next, so the first complete layout popped is the best: the search is exact, and expands only nodes
-that could have won.
+bound is expanded next, so the first complete layout popped is the fastest, and no other is faster: the search is exact,
+and expands only nodes that could have won, or tied.
 """
 
 import heapq
@@ -19,6 +19,7 @@ from danlu.planner.mesh_placement import GroupShapes, placement_of_plan
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace, ShapeKnobs, candidate_from_plan
+from danlu.planner.ties import TIE_WIDTH, simplest_first, tie_limit
 from danlu.spec.plan import Plan
 
 DEFAULT_RESULTS = 5
@@ -32,6 +33,10 @@ class SearchResult:
     request: PlanRequest
     best: tuple[PricedPlan, ...]
     """Fastest first, each with different degrees; empty if nothing fits."""
+    tied: tuple[PricedPlan, ...]
+    """All that tie with the fastest, simplest first, each with different degrees; empty if nothing fits."""
+    tie_width: float
+    """How much slower than the fastest a layout may be and still tie with it."""
     layouts_searched: int
     """Size of the search space, without placements on the network."""
     priced: int
@@ -40,6 +45,17 @@ class SearchResult:
     """Duration of the search."""
     least_memory: PricedPlan | None
     """The layout with the least memory, if none fits."""
+
+    @property
+    def answer(self) -> PricedPlan:
+        """The plan to use: the simplest of those that tie with the fastest."""
+        return self.tied[0]
+
+    @property
+    def ranked(self) -> tuple[PricedPlan, ...]:
+        """The answer, the others of its tie, and then the slower ones, fastest first."""
+        slower = tie_limit(self.best[0].seconds, self.tie_width) if self.best else inf
+        return (*self.tied, *(priced for priced in self.best if priced.seconds > slower))
 
 
 ProgressCallback = Callable[[float, int], None]
@@ -55,19 +71,27 @@ def price_plan(request: PlanRequest, plan: Plan) -> PricedPlan:
 class SearchFunction(Protocol):
     """`search` with its progress shown."""
 
-    def __call__(self, request: PlanRequest, shown: int, *, within: float = inf) -> SearchResult:
-        """Find the `shown` best layouts whose step takes at most `within` seconds."""
+    def __call__(
+        self, request: PlanRequest, shown: int, *, within: float = inf, tie_width: float = TIE_WIDTH
+    ) -> SearchResult:
+        """Find the `shown` fastest layouts whose step takes at most `within` seconds, and all that tie."""
         ...
 
 
 def search(
-    request: PlanRequest, shown: int = DEFAULT_RESULTS, progress: ProgressCallback | None = None, within: float = inf
+    request: PlanRequest,
+    shown: int = DEFAULT_RESULTS,
+    progress: ProgressCallback | None = None,
+    within: float = inf,
+    *,
+    tie_width: float = TIE_WIDTH,
 ) -> SearchResult:
-    """Find the fastest layouts that fit, with the proof that there is no faster one.
+    """Find the fastest layouts that fit, with the proof that there is no faster one, and all that tie with the fastest.
 
-    With `within`, only those whose step takes at most that many seconds; if there is none, the search ends early.
+    With `within`, only those whose step takes at most that many seconds; if there is none, the search ends early. With
+    a `tie_width` of 0 only equal times tie, and the answer is the fastest.
     """
-    return _Search(request, shown, progress, within).run()
+    return _Search(request, shown, progress, within, tie_width).run()
 
 
 def search_exhaustively(request: PlanRequest) -> PricedPlan | None:
@@ -94,12 +118,16 @@ _Item = tuple[float, int, tuple[object, ...], int, object]
 
 
 class _Search:
-    def __init__(self, request: PlanRequest, shown: int, progress: ProgressCallback | None, within: float) -> None:
-        self.request, self.shown, self.progress, self.within = request, shown, progress, within
+    def __init__(
+        self, request: PlanRequest, shown: int, progress: ProgressCallback | None, within: float, tie_width: float
+    ) -> None:
+        self.request, self.shown, self.progress = request, shown, progress
+        self.within, self.tie_width = within, tie_width
         self.space, self.pricer = SearchSpace(request), PlanPricer(request)
         self.heap: list[_Item] = []
         self.order = count()
         self.best: list[PricedPlan] = []
+        self.tied: list[PricedPlan] = []
         self.done: set[tuple[int, ...]] = set()
         self.priced = self.layouts = self.opened = 0
         self.least_memory: tuple[float, Candidate] | None = None
@@ -109,10 +137,12 @@ class _Search:
     def run(self) -> SearchResult:
         begin = monotonic()
         self._push_roots()
-        while self.heap and len(self.best) < self.shown:
+        while self.heap:
             bound, _, _, _, node = heapq.heappop(self.heap)
             if bound > self.within:
                 break  # and so is every remaining node
+            if len(self.best) >= self.shown and bound > self._tie_limit:
+                break  # nothing that is left can tie
             self.opened += 1
             if self.progress and self.opened % 64 == 0:
                 self.progress(0.0 if self.incumbent == float("inf") else bound / self.incumbent, self.opened)
@@ -132,6 +162,8 @@ class _Search:
         return SearchResult(
             request=self.request,
             best=tuple(self.best),
+            tied=simplest_first(self.tied),
+            tie_width=self.tie_width,
             layouts_searched=self.layouts,
             priced=self.priced,
             seconds=monotonic() - begin,
@@ -208,7 +240,15 @@ class _Search:
         degrees = self._degrees(priced.candidate)
         if degrees not in self.done:
             self.done.add(degrees)
-            self.best.append(priced)
+            if len(self.best) < self.shown:
+                self.best.append(priced)
+            if priced.seconds <= self._tie_limit:
+                self.tied.append(priced)
+
+    @property
+    def _tie_limit(self) -> float:
+        """Seconds up to which a layout ties with the fastest."""
+        return tie_limit(self.best[0].seconds, self.tie_width)
 
     @staticmethod
     def _degrees(candidate: Candidate) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, PipelineConfig, PipelineSchedule, Plan, split_layers_evenly
 from danlu.spec.problem import Problem
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
-from danlu.spec.rules.batch import microbatches_fill_the_pipeline
+from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.toml import TomlDocument
@@ -128,10 +128,12 @@ class SearchSpace:
 
     def _schedules(self, pp: int) -> Iterator[ScheduleKnobs]:
         """Every schedule for this many pipeline ranks, with every recompute mode."""
-        allow = self.request.constraints.allows
+        allow, fixed = self.request.constraints.allows, self.request.constraints.allowed
         for schedule in SEARCHED_SCHEDULES if pp > 1 else ("1f1b",):
             if pp > 1 and not allow("schedule", schedule):
                 continue
+            if pp == 1 and schedule not in fixed.get("schedule", (schedule,)):
+                continue  # a schedule is fixed, and without a pipeline it would be ignored
             for virtual in STAGES_PER_RANK if schedule in LOOPED_SCHEDULES else (1,):
                 if not allow("virtual", virtual):
                     continue
@@ -219,12 +221,17 @@ class SearchSpace:
 
     def _shape_problem(self, tp: int, cp: int, ep: int, shard: int) -> Problem | None:
         """The first problem that the rules find with degrees that shard the model."""
-        plan = _without_file(Plan(degrees=Degrees(tp=tp, cp=cp, ep=ep, shard=shard)))
+        plan = plan_without_file(Plan(degrees=Degrees(tp=tp, cp=cp, ep=ep, shard=shard)))
         return next((problem for rule in SHAPE_RULES for problem in rule(self._recipe, plan)), None)
+
+    def batch_problem(self, candidate: Candidate) -> Problem | None:
+        """The first problem that the rules find with how a layout splits the batch."""
+        plan = plan_without_file(candidate.plan())
+        return next((problem for rule in BATCH_RULES for problem in rule(self._recipe, plan)), None)
 
     def _stage_problem(self, pp: int, schedule: ScheduleKnobs, reshards: bool) -> Problem | None:
         """The first problem that the rules find with a pipeline."""
-        plan = _without_file(
+        plan = plan_without_file(
             Plan(
                 degrees=Degrees(pp=pp),
                 pipeline=_pipeline(schedule),
@@ -239,7 +246,7 @@ class SearchSpace:
     def _fill_problem(self, pp: int, schedule: PipelineSchedule, virtual: int, microbatches: int) -> Problem | None:
         """The first problem that the rules find with a number of microbatches."""
         pipeline = PipelineConfig(schedule=schedule, stages_per_rank=virtual)
-        plan = _without_file(Plan(degrees=Degrees(pp=pp), pipeline=pipeline, microbatches=microbatches))
+        plan = plan_without_file(Plan(degrees=Degrees(pp=pp), pipeline=pipeline, microbatches=microbatches))
         return next(microbatches_fill_the_pipeline(self._recipe, plan), None)
 
 
@@ -257,5 +264,6 @@ def _pipeline(schedule: ScheduleKnobs) -> PipelineConfig:
     )
 
 
-def _without_file(plan: Plan) -> ParsedSpec[Plan]:
+def plan_without_file(plan: Plan) -> ParsedSpec[Plan]:
+    """A plan in the form that the rules of `spec` read."""
     return ParsedSpec(plan, TomlDocument(Path("plan"), {}, {}))

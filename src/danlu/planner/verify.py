@@ -128,7 +128,7 @@ def verify_layout(priced: PricedPlan, run: DryRun) -> LayoutVerification:
 
 
 def first_accepted(found: Sequence[LayoutVerification]) -> LayoutVerification | None:
-    """The fastest layout that was not rejected."""
+    """The first layout that was not rejected."""
     return next((each for each in found if not each.is_refused), None)
 
 

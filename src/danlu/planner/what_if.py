@@ -99,13 +99,13 @@ def least_memory_layout(request: PlanRequest) -> PricedPlan:
 
 
 def sweep_sequence_length(request: PlanRequest, search: SearchFunction) -> list[tuple[int, PricedPlan | None]]:
-    """Double the sequence length at constant tokens per batch until no layout fits: lengths with their best layouts."""
+    """Double the sequence length at constant tokens per batch until no layout fits: each with its fastest layout."""
     found: list[tuple[int, PricedPlan | None]] = []
     batch = request.recipe.batch
     length, sequences = batch.length, batch.sequences
     while sequences >= 1:
         other = batch.model_copy(update={"length": length, "sequences": sequences})
-        result = search(replace(request, recipe=request.recipe.model_copy(update={"batch": other})), 1)
+        result = search(replace(request, recipe=request.recipe.model_copy(update={"batch": other})), 1, tie_width=0.0)
         found.append((length, result.best[0] if result.best else None))
         if not result.best or sequences % 2:
             break

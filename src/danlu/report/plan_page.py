@@ -5,6 +5,7 @@ from html import escape
 
 from danlu.cost.pipeline_schedules import pipeline_actions
 from danlu.cost.pipeline_simulator import ACTION_KINDS, simulate
+from danlu.planner.error_band import error_band
 from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
 from danlu.planner.pricing import PricedPlan
@@ -21,6 +22,16 @@ from danlu.report.chart import (
 from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure, usual_durations
 from danlu.report.layout_section import layout_section
 from danlu.report.page_template import LOGO, facts_list, figures_table, page_footer, render_document, tile_row
+from danlu.report.plan_confidence import (
+    band_text,
+    band_words,
+    fit_chance_text,
+    fit_text,
+    row_labels,
+    shown_plans,
+    step_text,
+    tie_text,
+)
 from danlu.report.plan_tables import (
     PREDICTED_MEMORY,
     comparison_cells,
@@ -29,7 +40,6 @@ from danlu.report.plan_tables import (
     goodput_text,
     placement_text,
     precision_note,
-    step_text,
 )
 from danlu.report.precision_text import format_question_peak
 from danlu.spec.plan import SPLIT_BACKWARD_SCHEDULES
@@ -50,15 +60,17 @@ def plan_page(
     scaling: ScalingPoints = (),
 ) -> str:
     """One self-contained HTML page for a search result."""
-    best, request = result.best[0], result.request
+    best, request, plans = result.answer, result.request, shown_plans(result)
     body = [
         _header(result),
         _tiles(best, goodput),
+        f'<p class="note">{escape(tie_text(result))}</p><p class="note">{escape(band_text(best))}</p>',
+        f'<p class="note">{escape(fit_text(best))}</p>',
         f'<p class="note">{escape(str(goodput_text(best, goodput)))}</p>',
-        f"<h2>Side by side</h2>{_side_by_side(result.best, goodput)}",
+        f"<h2>Side by side</h2>{_side_by_side(result, goodput)}",
         f"<h2>The machine, level by level</h2>{_levels(best, found)}",
-        f"<h2>Where the time goes</h2>{_time(result.best)}",
-        f"<h2>Memory of the fullest chip</h2>{_memory(result.best)}",
+        f"<h2>Where the time goes</h2>{_time(plans)}",
+        f"<h2>Memory of the fullest chip</h2>{_memory(plans)}",
         f"<h2>Layout</h2>{layout_section(best.plan, request.recipe, request.cluster)}",
         _schedule(best),
         _scaling(scaling),
@@ -79,33 +91,52 @@ def _header(result: SearchResult) -> str:
         "layouts searched": f"{result.layouts_searched:,}",
         "priced in full": f"{result.priced:,}",
     }
-    notes = "".join(f'<p class="note">Assumed: {escape(note)}.</p>' for note in result.best[0].prediction.assumptions)
-    note = precision_note(result.best[0])
+    best = result.answer
+    notes = "".join(f'<p class="note">Assumed: {escape(note)}.</p>' for note in best.prediction.assumptions)
+    note = precision_note(best)
     slow = f'<p class="note">{escape(note)}.</p>' if note else ""
     return (
         f'<header>{LOGO}<div class="title"><h1>{escape(request.recipe.name)}</h1>'
         f'<span class="state dry">plan</span></div>{facts_list(facts)}'
-        f'<p class="note fits">{escape(degrees_text(result.best[0]))}. {escape(placement_text(result.best[0]))}</p>'
+        f'<p class="note fits">{escape(degrees_text(best))}. {escape(placement_text(best))}</p>'
         f"{slow}{notes}</header>"
     )
 
 
 def _tiles(best: PricedPlan, goodput: Goodput | None) -> str:
     effective = best.tokens_per_second * goodput.share if goodput else None
+    spread = band_words(best, error_band(best.request))
     return tile_row(
         [
-            ("step", step_text(best.seconds), f"bottleneck: {bottleneck(best)}"),
+            ("step", step_text(best.seconds), f"{spread}; bottleneck: {bottleneck(best)}"),
             ("tokens per second", formatting.count(best.tokens_per_second), "without failures"),
             ("MFU", formatting.percent(best.mfu), f"of {format_question_peak(best.request)}"),
             ("goodput", formatting.count(effective), "tokens per second, with failures"),
-            ("fullest chip", format_gb(best.peak_bytes), f"of {format_gb(best.request.cluster.chip.memory)}"),
+            (
+                "fullest chip",
+                format_gb(best.peak_bytes),
+                f"of {format_gb(best.request.cluster.chip.memory)}; chance to fit {fit_chance_text(best.fit_chance)}",
+            ),
         ]
     )
 
 
-def _side_by_side(plans: Sequence[PricedPlan], goodput: Goodput | None) -> str:
-    names = ("layout", "schedule", "microbatch", "recompute", "step", "tokens/s", "MFU", "memory", "bottleneck")
-    every = [comparison_cells(priced, goodput) for priced in plans]
+def _side_by_side(result: SearchResult, goodput: Goodput | None) -> str:
+    names = (
+        "plan",
+        "layout",
+        "schedule",
+        "microbatch",
+        "recompute",
+        "step",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "chance to fit",
+        "bottleneck",
+    )
+    rows = zip(row_labels(result), shown_plans(result), strict=True)
+    every = [{"plan": label} | comparison_cells(priced, goodput) for label, priced in rows]
     return figures_table(names, ([cells[name] for name in names] for cells in every))
 
 

@@ -11,6 +11,17 @@ from danlu.planner.goodput import Goodput
 from danlu.planner.pricing import PricedPlan
 from danlu.planner.search import SearchResult
 from danlu.report.formatting import MISSING, count, duration, percent
+from danlu.report.plan_confidence import (
+    band_json,
+    band_text,
+    fit_chance_text,
+    fit_text,
+    row_labels,
+    shown_plans,
+    step_text,
+    tie_json,
+    tie_text,
+)
 from danlu.report.precision_text import describe_question, slow_precision_note
 from danlu.spec.plan import DENSE_AXES, Plan, PlanPrediction
 from danlu.version import __version__
@@ -56,11 +67,6 @@ def format_gb(value: float) -> str:
     return f"{value / 1e9:.1f} GB"
 
 
-def step_text(seconds: float) -> str:
-    """Time of a step."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
 def comparison_cells(priced: PricedPlan, goodput: Goodput | None) -> dict[str, str]:
     """What layouts are compared by, as text."""
     shape, schedule, data = priced.candidate
@@ -75,6 +81,7 @@ def comparison_cells(priced: PricedPlan, goodput: Goodput | None) -> dict[str, s
         "MFU": percent(priced.mfu),
         "goodput": count(priced.tokens_per_second * goodput.share if goodput else None),
         "memory": format_gb(priced.peak_bytes),
+        "chance to fit": fit_chance_text(priced.fit_chance),
         "bottleneck": bottleneck(priced),
     }
 
@@ -84,7 +91,7 @@ def side_by_side(plans: list[tuple[str, PricedPlan]], goodput: Goodput | None) -
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("", "layout", "schedule", "microbatch", "recompute", "reshard"):
         table.add_column(name, no_wrap=True)
-    for name in ("step", "tokens/s", "MFU", "goodput", "peak memory", "bottleneck"):
+    for name in ("step", "tokens/s", "MFU", "goodput", "peak memory", "chance to fit", "bottleneck"):
         table.add_column(name, no_wrap=True, justify="left" if name == "bottleneck" else "right")
     for index, (name, priced) in enumerate(plans):
         table.add_row(name, *comparison_cells(priced, goodput).values(), style="" if index else "bold")
@@ -177,12 +184,12 @@ def result_view(
     result: SearchResult, found: list[LevelCost], rejections: list[Rejection], goodput: Goodput | None
 ) -> RenderableType:
     """A search result for the terminal."""
-    best = result.best[0]
+    best = result.answer
     head = Text(
         f"{describe_question(result.request)}: the best of {result.layouts_searched:,} layouts, "
         f"{result.priced:,} priced in full, {result.seconds:.1f} s"
     )
-    rows = [(str(number), priced) for number, priced in enumerate(result.best, start=1)]
+    rows = list(zip(row_labels(result), shown_plans(result), strict=True))
     notes = [Text(f"Assumed: {note}.") for note in best.prediction.assumptions]
     return Group(
         head,
@@ -190,8 +197,11 @@ def result_view(
         Text(),
         side_by_side(rows, goodput),
         Text(),
+        Text(tie_text(result)),
+        Text(band_text(best)),
         Text(placement_text(best)),
         where_bytes_go(best),
+        Text(fit_text(best)),
         goodput_text(best, goodput),
         *notes,
         Text(),
@@ -209,12 +219,14 @@ def plan_json(priced: PricedPlan, goodput: Goodput | None) -> dict[str, Any]:
         "dtype": priced.request.dtype,
         "peak": priced.request.peak,
         "seconds": priced.seconds,
+        "seconds_band": band_json(priced),
         "tokens_per_second": priced.tokens_per_second,
         "mfu": priced.mfu,
         "effective_tokens_per_second": priced.tokens_per_second * goodput.share if goodput else None,
         "microbatch": priced.microbatch_size,
         "bytes": priced.peak_bytes,
         "fits": priced.fits,
+        "fit_chance": priced.fit_chance,
         "held_back_by": bottleneck(priced),
         "parts": priced.prediction.parts,
         "memory": {kind: getattr(memory, kind) for kind in PREDICTED_MEMORY},
@@ -227,11 +239,12 @@ def result_json(
     """A search result as JSON."""
     return {
         "chips": result.request.chips,
-        "warnings": [note] if result.best and (note := precision_note(result.best[0])) else [],
+        "warnings": [note] if result.best and (note := precision_note(result.answer)) else [],
         "layouts": result.layouts_searched,
         "priced": result.priced,
         "search_seconds": result.seconds,
-        "best": [plan_json(priced, goodput) for priced in result.best],
+        "best": [plan_json(priced, goodput) for priced in result.ranked],
+        "tie": tie_json(result) if result.best else None,
         "levels": [
             {"level": level_cost.level, "seconds": level_cost.seconds, "parts": level_cost.parts}
             for level_cost in found

@@ -10,7 +10,8 @@ from rich.text import Text
 from danlu.planner.goodput import Goodput
 from danlu.planner.verify import FigureComparison, LayoutVerification
 from danlu.report.formatting import MISSING, duration
-from danlu.report.plan_tables import degrees_text, plan_json, schedule_text, step_text
+from danlu.report.plan_confidence import step_text
+from danlu.report.plan_tables import degrees_text, plan_json, schedule_text
 
 
 def verification_view(found: Sequence[LayoutVerification], chosen: LayoutVerification | None) -> RenderableType:

@@ -13,8 +13,8 @@ def describe_question(request: PlanRequest) -> str:
 
 
 def format_question_peak(request: PlanRequest) -> str:
-    """`bf16, 312 TFLOP/s a chip`."""
-    return f"{request.recipe.precision.label}, {formatting.flop_rate(request.peak)} a chip"
+    """`bf16, peak 312 TFLOP/s a chip`."""
+    return f"{request.recipe.precision.label}, peak {formatting.flop_rate(request.peak)} a chip"
 
 
 def format_run_precision(start: StartEvent | None, recipe: Recipe | None) -> str:
