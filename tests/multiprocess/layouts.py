@@ -126,6 +126,14 @@ def _layouts() -> list[Layout]:
     dense("zero-bubble, recompute full", pp=2, microbatches=4, schedule="zero-bubble", per_rank=2, recompute="full")
     moe("ep, recompute full", shard=2, ep=2, recompute="full")
     moe("ep, recompute selective", shard=2, ep=2, recompute="selective")
+    # Inputs of tensor-parallel matrices gathered again.
+    dense("tp, regathered", tp=2, regather_inputs=True)
+    gpt("tp, regathered", tp=2, regather_inputs=True)
+    dense("fsdp × tp, regathered", shard=2, tp=2, regather_inputs=True)
+    moe("fsdp × tp × 1f1b, shared expert, regathered", {"shared": 1}, shard=2, tp=2, pp=2, ep=4, microbatches=4,
+        regather_inputs=True)
+    dense("tp × 1f1b, recompute by layer, regathered", tp=2, pp=2, microbatches=4, recompute=by_layer,
+          regather_inputs=True)
     # Pairs.
     dense("hsdp", replicate=2, shard=2)
     dense("hsdp, accumulate 2", replicate=2, shard=2, microbatches=2)
