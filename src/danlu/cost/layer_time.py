@@ -132,7 +132,7 @@ class _LayerTimer:
             attention=core[1],
             linear=inputs + weights,
             elementwise=self._elementwise(moved[1], kernels * 3 // 2, backward=True),
-            tensor=forward.tensor,
+            tensor=forward.tensor + self._regathered(recompute),
             context=self._context(core[1], 2),
         )
         if self.moe:
@@ -247,6 +247,17 @@ class _LayerTimer:
         else:
             once = all_reduce_time(network, group, stream)
         return self._tp_blocks * once * ((1 - self.overheads.tp_overlap) if self.software.overlap_tp_comm else 1.0)
+
+    def _regathered(self, recompute: Recompute) -> float:
+        """Exposed traffic of the inputs that the backward pass gathers again."""
+        exposed = self.software.expose_regather and self.software.sequence_parallel
+        if self.shard.tp == 1 or not exposed or not self.software.regathers(recompute):
+            return 0.0
+        elements = self.shard.tokens * self.shape.width
+        once = all_gather_time(self.network, self.local.tp_group, self.device.element_bytes * elements)
+        if self.device.measured:
+            once += self.device.measured.seconds("copy", elements)
+        return self._tp_blocks * once
 
     def _expert(self, compute: float) -> float:
         """Exposed traffic of experts in one pass: dispatch and combine, less what another microbatch's pass hides."""

@@ -147,7 +147,7 @@ def neighbors(
     lighter = RECOMPUTE_MODES[known + 1 :] if only_smaller else RECOMPUTE_MODES
     for recompute in lighter:
         if recompute != schedule.recompute:
-            changed = schedule._replace(recompute=recompute)  # type: ignore[arg-type]
+            changed = schedule._replace(recompute=recompute, regather_inputs=False)  # type: ignore[arg-type]
             yield f"recompute {schedule.recompute} → {recompute}", candidate._replace(schedule=changed)
     for times in (2, 0.5):
         number = shape.microbatches * times
@@ -158,6 +158,10 @@ def neighbors(
     if not only_smaller or not data.reshard_after_forward:
         word = "reshard" if not data.reshard_after_forward else "no reshard"
         yield word, candidate._replace(data=data._replace(reshard_after_forward=not data.reshard_after_forward))
+    if shape.tp > 1 and not (only_smaller and schedule.regather_inputs):
+        word = "keep gathered inputs" if schedule.regather_inputs else "regather inputs"
+        changed = schedule._replace(regather_inputs=not schedule.regather_inputs)
+        yield word, candidate._replace(schedule=changed)
     yield from _data_neighbors(candidate, only_smaller)
     for axis in ("tp", "cp", "pp", "ep"):
         yield from _degree_neighbors(candidate, axis, only_smaller)
@@ -199,4 +203,5 @@ def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> It
     if now % 2 == 0 and not only_smaller and shape.microbatches % 2 == 0:
         fewer = shape._replace(**{axis: now // 2}, dp=shape.dp * 2, microbatches=shape.microbatches // 2)
         changed = ScheduleKnobs("1f1b", 1, schedule.recompute) if axis == "pp" and now == 2 else schedule
+        changed = changed._replace(regather_inputs=schedule.regather_inputs and fewer.tp > 1)
         yield f"{axis} {now} → {now // 2}", Candidate(fewer, changed, data._replace(shard=data.shard * 2))

@@ -86,11 +86,12 @@ class PricedPlan:
         return self.seconds, self.tie_break
 
 
-def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
+def software_for(request: PlanRequest, recompute: PlanRecompute, *, regather_inputs: bool = False) -> Software:
     """Danlu's own software traits, with the recipe's precision."""
     precision = request.recipe.precision
     return replace(
         DANLU,
+        keep_gathered_inputs=not regather_inputs,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
@@ -111,13 +112,13 @@ class PlanPricer:
         self._free_level = free_level
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
-        self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
-        self._networks = RelaxedNetworkBuilder(self._predictor("none").context.network, request.chips, request.cluster)
+        self._passes: dict[tuple[int, int, int, int, PlanRecompute, bool], float] = {}
+        self._networks = RelaxedNetworkBuilder(self._predictor("none", False).context.network, request.chips, request.cluster)
 
     def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
         """Time and memory of a placed layout; pass `memory` if it is known from another placement."""
         layout = self._layout(candidate, placement.group_shapes)
-        prediction = self._predictor(candidate.schedule.recompute).predict(layout, memory)
+        prediction = self._predictor_of(candidate.schedule).predict(layout, memory)
         return PricedPlan(request=self.request, candidate=candidate, placement=placement, prediction=prediction)
 
     def price_best_placement(self, candidate: Candidate) -> PricedPlan | None:
@@ -128,15 +129,15 @@ class PlanPricer:
 
     def memory(self, candidate: Candidate) -> MemoryEstimate:
         """Memory of a layout; the same at every placement."""
-        return self._predictor(candidate.schedule.recompute).memory(self._layout(candidate))
+        return self._predictor_of(candidate.schedule).memory(self._layout(candidate))
 
     def memory_by_pp_rank(self, candidate: Candidate) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
-        return self._predictor(candidate.schedule.recompute).memory_by_pp_rank(self._layout(candidate))
+        return self._predictor_of(candidate.schedule).memory_by_pp_rank(self._layout(candidate))
 
     def counts(self, candidate: Candidate, pp_rank: int) -> RankCounts:
         """FLOPs and bytes sent in a step by a rank of this pp rank."""
-        return self._predictor(candidate.schedule.recompute).counts(self._layout(candidate), pp_rank)
+        return self._predictor_of(candidate.schedule).counts(self._layout(candidate), pp_rank)
 
     def lower_bound(
         self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
@@ -155,7 +156,7 @@ class PlanPricer:
             shape.ep,
         )
         network, group_shapes = self._networks.build(sizes, known)
-        predictor = self._relaxed_predictor(schedule.recompute).on(network)
+        predictor = self._relaxed_predictor(schedule.recompute, schedule.regather_inputs).on(network)
         return predictor.predict(self._layout(candidate, group_shapes), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
@@ -167,7 +168,7 @@ class PlanPricer:
         rest is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
         recompute: PlanRecompute = schedule.recompute if schedule else "none"
-        model_pass = self._model_pass_time(shape, recompute)
+        model_pass = self._model_pass_time(shape, recompute, schedule is not None and schedule.regather_inputs)
         even = shape.microbatches * model_pass / shape.pp
         if schedule is None or shape.pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
             return even
@@ -177,14 +178,15 @@ class PlanPricer:
             return max(even, 2 * shape.microbatches * model_pass / (shape.pp + 1))
         return even + (model_pass - model_pass / shape.pp) / schedule.stages_per_rank
 
-    def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute) -> float:
+    def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute, regather: bool) -> float:
         """Lower bound on the seconds of one microbatch through the full model on one rank."""
         sequences = self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
-        key = (shape.tp, shape.cp, shape.ep, sequences, recompute)
+        key = (shape.tp, shape.cp, shape.ep, sequences, recompute, regather)
         found = self._passes.get(key)
         if found is None:
             alone = shape._replace(pp=1)
-            candidate = Candidate(alone, ScheduleKnobs("1f1b", 1, recompute), DataKnobs(1, shape.dp, True))
+            schedule = ScheduleKnobs("1f1b", 1, recompute, regather_inputs=regather)
+            candidate = Candidate(alone, schedule, DataKnobs(1, shape.dp, True))
             parts = self.lower_bound(candidate, _NO_MEMORY).parts
             found = sum(seconds for name, seconds in parts.items() if name not in _NOT_PASSES) / shape.microbatches
             self._passes[key] = found
@@ -207,8 +209,12 @@ class PlanPricer:
             group_shapes=group_shapes,
         )
 
-    def _new_predictor(self, recompute: PlanRecompute) -> Predictor:
-        request, software = self.request, software_for(self.request, recompute)
+    def _predictor_of(self, schedule: ScheduleKnobs) -> Predictor:
+        return self._predictor(schedule.recompute, schedule.regather_inputs)
+
+    def _new_predictor(self, recompute: PlanRecompute, regather_inputs: bool) -> Predictor:
+        request = self.request
+        software = software_for(request, recompute, regather_inputs=regather_inputs)
         predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
         if self._free_level is not None:
             network = predictor.context.network

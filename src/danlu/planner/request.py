@@ -13,9 +13,9 @@ from danlu.spec.problem import suggest_name
 from danlu.spec.recipe import ComputeDtype, Recipe
 from danlu.spec.toml import TomlDocument
 
-KNOBS = (*DENSE_AXES, "ep", "microbatches", "microbatch", "schedule", "virtual", "recompute", "reshard")
+KNOBS = (*DENSE_AXES, "ep", "microbatches", "microbatch", "schedule", "virtual", "recompute", "reshard", "regather")
 """What a search varies: degrees; microbatches, or sequences per microbatch; schedule and stages per rank; recompute;
-whether gathered parameters are freed after the forward pass."""
+whether gathered parameters, and inputs that `tp` gathered, are freed after the forward pass."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 """Schedules searched. `gpipe` is skipped: it takes as long as `1f1b` and holds at least as many microbatches."""
 RECOMPUTE_MODES = ("none", "selective", "full")
@@ -74,7 +74,8 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
     return SearchConstraints(fixed, excluded)
 
 
-_NAMED = {"schedule": SEARCHED_SCHEDULES, "recompute": RECOMPUTE_MODES, "reshard": ("true", "false")}
+_BOOLEAN = ("true", "false")
+_NAMED = {"schedule": SEARCHED_SCHEDULES, "recompute": RECOMPUTE_MODES, "reshard": _BOOLEAN, "regather": _BOOLEAN}
 """Knobs whose values are names."""
 
 

@@ -18,6 +18,7 @@ from danlu.spec.problem import Problem
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import microbatches_fill_the_pipeline
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
+from danlu.spec.rules.regather import DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.toml import TomlDocument
 
@@ -47,6 +48,8 @@ class ScheduleKnobs(NamedTuple):
     recompute: PlanRecompute
     stage_layers: tuple[int, ...] = ()
     """Of every stage; as even as possible when empty."""
+    regather_inputs: bool = False
+    """Of layers without recompute; only with tensor parallelism."""
 
 
 class DataKnobs(NamedTuple):
@@ -80,6 +83,7 @@ class Candidate(NamedTuple):
             microbatches=shape.microbatches,
             pipeline=_pipeline(schedule) if shape.pp > 1 else PipelineConfig(),
             recompute=schedule.recompute,
+            regather_inputs=schedule.regather_inputs,
             reshard_after_forward=None if self.data.reshard_after_forward == usual else self.data.reshard_after_forward,
         )
 
@@ -88,7 +92,9 @@ def candidate_from_plan(plan: Plan) -> Candidate:
     """The layout of a plan, without its placement on the network."""
     degrees, pipeline = plan.degrees, plan.pipeline
     shape = ShapeKnobs(degrees.pp, degrees.cp, degrees.tp, degrees.ep, degrees.dp, plan.microbatches)
-    schedule = ScheduleKnobs(pipeline.schedule, pipeline.stages_per_rank, plan.recompute, tuple(pipeline.layers))
+    schedule = ScheduleKnobs(
+        pipeline.schedule, pipeline.stages_per_rank, plan.recompute, tuple(pipeline.layers), plan.regather_inputs
+    )
     return Candidate(shape, schedule, DataKnobs(degrees.replicate, degrees.shard, plan.resolved_reshard_after_forward))
 
 
@@ -135,9 +141,11 @@ class SearchSpace:
             for virtual in STAGES_PER_RANK if schedule in LOOPED_SCHEDULES else (1,):
                 if not allow("virtual", virtual):
                     continue
-                for recompute, layers in product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual)):
-                    knobs = ScheduleKnobs(schedule, virtual, recompute, layers)  # type: ignore[arg-type]
-                    if allow("recompute", recompute) and not self.stage_problem(pp, knobs, False):
+                memory = product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual), (False, True))
+                for recompute, layers, regather in memory:
+                    knobs = ScheduleKnobs(schedule, virtual, recompute, layers, regather)  # type: ignore[arg-type]
+                    wanted = allow("recompute", recompute) and allow("regather", regather)
+                    if wanted and not self.stage_problem(pp, knobs, False):
                         yield knobs
 
     def _stage_layer_counts(self, stages: int) -> list[tuple[int, ...]]:
@@ -152,13 +160,14 @@ class SearchSpace:
 
     def schedules_of(self, shape: ShapeKnobs) -> tuple[ScheduleKnobs, ...]:
         """Every schedule that the microbatches of a shape can fill."""
-        return self._filled(shape.pp, shape.microbatches)
+        return self._filled(shape.pp, shape.microbatches, shape.tp > 1)
 
-    def _filled_schedules(self, pp: int, microbatches: int) -> tuple[ScheduleKnobs, ...]:
+    def _filled_schedules(self, pp: int, microbatches: int, gathers: bool) -> tuple[ScheduleKnobs, ...]:
         return tuple(
             schedule
             for schedule in self.schedules(pp)
-            if not self.microbatch_problem(pp, schedule.schedule, schedule.stages_per_rank, microbatches)
+            if (gathers or not schedule.regather_inputs)
+            and not self.microbatch_problem(pp, schedule.schedule, schedule.stages_per_rank, microbatches)
         )
 
     def data_splits(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> tuple[DataKnobs, ...]:
@@ -223,18 +232,20 @@ class SearchSpace:
         return next((problem for rule in SHAPE_RULES for problem in rule(self._recipe, plan)), None)
 
     def _stage_problem(self, pp: int, schedule: ScheduleKnobs, reshards: bool) -> Problem | None:
-        """The first problem that the rules find with a pipeline."""
+        """The first problem that the rules find with a pipeline, its recompute and its gathered inputs."""
+        tp = 2 if schedule.regather_inputs else 1  # whatever it is: shapes without it get no such schedule
         plan = _without_file(
             Plan(
-                degrees=Degrees(pp=pp),
+                degrees=Degrees(pp=pp, tp=tp),
                 pipeline=_pipeline(schedule),
                 recompute=schedule.recompute,
+                regather_inputs=schedule.regather_inputs,
                 reshard_after_forward=reshards,
             )
         )
-        problems = (problem for rule in STAGE_RULES for problem in rule(plan))
-        problem = next(problems, None)
-        return problem or next((found for rule in PIPELINE_RULES for found in rule(self._recipe, plan)), None)
+        problems = (problem for rule in (*STAGE_RULES, *REGATHER_RULES) for problem in rule(plan))
+        rules = (*PIPELINE_RULES, *DECODER_REGATHER_RULES)
+        return next(problems, None) or next((found for rule in rules for found in rule(self._recipe, plan)), None)
 
     def _fill_problem(self, pp: int, schedule: PipelineSchedule, virtual: int, microbatches: int) -> Problem | None:
         """The first problem that the rules find with a number of microbatches."""
