@@ -73,7 +73,14 @@ IN_FULL = {
     "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
 }
 """Computed in fp32, as on a CPU."""
-QUICK = {"fsdp", "1f1b × cp × tp, recomputed", "zbv × tp", "1f1b × tp, by layer", "ep × tp, selective", "fp32: fsdp"}
+QUICK = {"fsdp × tp, regathered"} | {
+    "fsdp",
+    "1f1b × cp × tp, recomputed",
+    "zbv × tp",
+    "1f1b × tp, by layer",
+    "ep × tp, selective",
+    "fp32: fsdp",
+}
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*DENSE, *EXPERTS, *IN_FULL)]
 
 
@@ -183,3 +190,19 @@ def test_recompute_of_some_layers_takes_what_lies_between() -> None:
         assert taken == sorted(taken, reverse=True) and len(set(taken)) == 3, taken
     for spent in ([trace.flops for trace in traces], [step.seconds for step in steps]):
         assert spent == sorted(spent) and len(set(spent)) == 3, spent
+
+
+def test_gathering_inputs_again_trades_memory_for_traffic() -> None:
+    """By the bytes that the formulas say, in the dry run too: two inputs a layer are kept as shards and sent again."""
+    recipe, tp = recipe_of("fsdp"), 8
+    plans = [plan(shard=2, tp=tp, regather_inputs=regather) for regather in (False, True)]
+    kept, again = (dry_run_ranks(recipe, each, POD, [0]).traces[0] for each in plans)
+    shard = 2 * recipe.batch.tokens / 2 / tp * recipe.decoder.width  # bytes in bf16 of one rank's positions
+    inputs = 2 * recipe.decoder.layers
+    assert kept.peak.total - again.peak.total == pytest.approx(inputs * (tp - 1) * shard, rel=0.1)
+    sent = [sum(call.total_payload for call in trace.collectives if call.axes == "tp") for trace in (kept, again)]
+    assert sent[1] - sent[0] == pytest.approx(inputs * shard, rel=1e-6)
+    assert kept.flops == again.flops
+    slow, fast = (formulas_of(recipe, each).predict(layout_from_plan(each, POD)) for each in reversed(plans))
+    assert fast.memory.allocated - slow.memory.allocated == pytest.approx(inputs * (tp - 1) * shard, rel=0.01)
+    assert slow.parts["tensor"] > fast.parts["tensor"]

@@ -44,18 +44,19 @@ def key(plan: Plan) -> Key:
         tuple(pipeline.layers),
         plan.recompute,
         plan.resolved_reshard_after_forward,
+        plan.regather_inputs,
     )
 
 
 def pipelines(layers: int, pp: int) -> Iterator[PipelineConfig]:
-    """All pipelines of so many ranks, sensible or not: layers even, or one fewer on the last stage or on both ends."""
+    """All pipelines of so many ranks, sensible or not: layers even, or fewer on the last stage or on both ends."""
     if pp == 1:
         yield PipelineConfig()
         return
     for schedule, virtual in product(SCHEDULES, VIRTUAL):
         stages = pp * virtual
         cuts = {()}
-        for first, last in ((0, 1), (1, 1)):
+        for first, last in ((0, 1), (1, 1), (0, 2), (1, 2)):
             counts = list(split_layers_evenly(layers + first + last, stages))
             counts[0], counts[-1] = counts[0] - first, counts[-1] - last
             if tuple(counts) != split_layers_evenly(layers, stages) and min(counts) > 0:
@@ -79,7 +80,7 @@ def accepted(question: PlanRequest) -> set[Key]:
             if not allow("microbatch", sequences // (replicate * shard * pieces)):
                 continue
             degrees = Degrees(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp, ep=ep)
-            for recompute, reshards in product(RECOMPUTES, (True, False)):
+            for recompute, reshards, regather in product(RECOMPUTES, (True, False), (True, False)):
                 if allow("recompute", recompute):
                     plan = Plan(
                         degrees=degrees,
@@ -87,6 +88,7 @@ def accepted(question: PlanRequest) -> set[Key]:
                         pipeline=pipeline,
                         recompute=recompute,  # type: ignore[arg-type]
                         reshard_after_forward=reshards,
+                        regather_inputs=regather,
                     )
                     if not find_problems(question.parsed_recipe, parsed_without_file(plan)):
                         found.add(key(plan))
@@ -109,6 +111,7 @@ def test_degrees_and_schedules_of_every_kind_are_among_them() -> None:
     plans = {key(candidate.plan()) for candidate in SearchSpace(_question("dense, 4 chips")).candidates()}
     assert {layout[2] for layout in plans} == set(SCHEDULES)
     assert {dict(layout[0])["tp"] for layout in plans} == {1, 2, 4}
+    assert {dict(layout[0])["tp"] for layout in plans if layout[-1]} == {2, 4}, "inputs gathered again"
 
 
 def _question(name: str) -> PlanRequest:

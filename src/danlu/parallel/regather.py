@@ -85,8 +85,8 @@ def _multiply(name: str, column: nn.Linear, current: _GatheredInput, x_BSD: Tens
     """The forward of a matrix that is sharded by outputs."""
     if x_BSD is not current.full:
         raise RuntimeError(
-            f"`{name}` must get the gathered input of its block unchanged, since that is what its backward pass gathers "
-            "again; `regather_inputs = false` in the plan keeps what it gets"
+            f"`{name}` must get the gathered input of its block unchanged, since its backward pass gathers that again; "
+            "`regather_inputs = false` in the plan keeps what it gets"
         )
     product: Tensor = _ColumnLinear.apply(
         x_BSD, current.shard, _local(column.weight), _local(column.bias), current.regathered

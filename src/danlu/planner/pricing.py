@@ -113,7 +113,9 @@ class PlanPricer:
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._passes: dict[tuple[int, int, int, int, PlanRecompute, bool], float] = {}
-        self._networks = RelaxedNetworkBuilder(self._predictor("none", False).context.network, request.chips, request.cluster)
+        self._networks = RelaxedNetworkBuilder(
+            self._predictor("none", False).context.network, request.chips, request.cluster
+        )
 
     def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
         """Time and memory of a placed layout; pass `memory` if it is known from another placement."""

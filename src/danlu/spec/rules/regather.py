@@ -16,7 +16,7 @@ def something_is_gathered(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
         yield plan.problem(
             "regather_inputs",
             "is true, but `degrees.tp` is 1, so no input is gathered",
-            "remove it, or set `tp` to 2 or more under [degrees]",
+            "regather_inputs = false, or set `tp` to 2 or more under [degrees]",
         )
 
 
@@ -49,7 +49,7 @@ def some_layer_keeps_its_inputs(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Pla
         yield plan.problem(
             "regather_inputs",
             "is true, but every layer recomputes, which gathers its inputs again in any case",
-            'remove it, or recompute = "none"',
+            'regather_inputs = false, or recompute = "none"',
         )
 
 
