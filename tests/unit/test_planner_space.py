@@ -24,6 +24,7 @@ QUESTIONS = {
     "experts, 4 chips": (EXPERTS, 4, 4, "recompute=full"),
     "sixes, 6 chips": (SIXES, 6, 6, "recompute=selective"),
     "tied, 4 chips": (TIED, 4, 4, "recompute=none"),
+    "compiled, 4 chips": (SMALL, 4, 4, "compile=true,recompute=none"),
     "no recompute, 8 chips, one microbatch a sequence": (SMALL, 8, 8, "recompute=none,microbatch=1"),
 }
 RECOMPUTES = ("none", "selective", "full")
@@ -44,6 +45,7 @@ def key(plan: Plan) -> Key:
         tuple(pipeline.layers),
         plan.recompute,
         plan.resolved_reshard_after_forward,
+        plan.compile,
         plan.regather_inputs,
     )
 
@@ -89,6 +91,7 @@ def accepted(question: PlanRequest) -> set[Key]:
                         recompute=recompute,  # type: ignore[arg-type]
                         reshard_after_forward=reshards,
                         regather_inputs=regather,
+                        compile=question.constraints.allows_compile(True),
                     )
                     if not find_problems(question.parsed_recipe, parsed_without_file(plan)):
                         found.add(key(plan))

@@ -176,6 +176,8 @@ class _LayerTimer:
     def _moved_bytes(self) -> tuple[float, float]:
         """Bytes through memory outside matmuls and attention, forward and backward."""
         overheads, shape, shard = self.overheads, self.shape, self.shard
+        if self.software.eager:
+            return layer.eager_moved_bytes(shard, self.moe, self.device.element_bytes, overheads.dispatch_bytes_moved)
         moved = layer.moved_bytes(
             shard,
             self.moe,

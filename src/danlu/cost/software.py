@@ -111,7 +111,8 @@ class Software:
     preallocate_gradients: bool = True
     """Allocate all gradients at the start, as Megatron does, not when they are computed, as PyTorch does."""
     eager: bool = False
-    """Save what each operator needs separately, as PyTorch does without a compiler."""
+    """Run every operator as a kernel of its own, which moves its inputs and its result through memory and saves what it
+    needs separately, as PyTorch does without a compiler."""
     launch_blocking: bool = False
     """Wait for every kernel before the next is launched (`CUDA_LAUNCH_BLOCKING=1`), as a remedy for hangs."""
     ulysses: bool = False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
-from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace
+from danlu.planner.search_space import Candidate, SearchSpace
 from danlu.spec.plan import LOOPED_SCHEDULES
 
 PART_LABELS = {
@@ -171,7 +171,8 @@ def neighbors(
         for name in SEARCHED_SCHEDULES:
             if name != schedule.schedule:
                 virtual = max(2, schedule.stages_per_rank) if name in LOOPED_SCHEDULES else 1
-                changed = ScheduleKnobs(name, 2 if name == "zbv" else virtual, schedule.recompute)  # type: ignore[arg-type]
+                stages = 2 if name == "zbv" else virtual
+                changed = schedule._replace(schedule=name, stages_per_rank=stages, stage_layers=())  # type: ignore[arg-type]
                 yield f"schedule {schedule.schedule} → {name}", candidate._replace(schedule=changed)
 
 
@@ -202,6 +203,7 @@ def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> It
         yield f"{axis} {now} → {now * 2}", Candidate(more, schedule, less)
     if now % 2 == 0 and not only_smaller and shape.microbatches % 2 == 0:
         fewer = shape._replace(**{axis: now // 2}, dp=shape.dp * 2, microbatches=shape.microbatches // 2)
-        changed = ScheduleKnobs("1f1b", 1, schedule.recompute) if axis == "pp" and now == 2 else schedule
-        changed = changed._replace(regather_inputs=schedule.regather_inputs and fewer.tp > 1)
+        changed = schedule._replace(regather_inputs=schedule.regather_inputs and fewer.tp > 1)
+        if axis == "pp" and now == 2:
+            changed = changed._replace(schedule="1f1b", stages_per_rank=1)
         yield f"{axis} {now} → {now // 2}", Candidate(fewer, changed, data._replace(shard=data.shard * 2))

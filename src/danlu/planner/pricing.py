@@ -86,12 +86,15 @@ class PricedPlan:
         return self.seconds, self.tie_break
 
 
-def software_for(request: PlanRequest, recompute: PlanRecompute, *, regather_inputs: bool = False) -> Software:
+def software_for(
+    request: PlanRequest, recompute: PlanRecompute, *, regather_inputs: bool = False, compiled: bool = False
+) -> Software:
     """Danlu's own software traits, with the recipe's precision."""
     precision = request.recipe.precision
     return replace(
         DANLU,
         keep_gathered_inputs=not regather_inputs,
+        eager=not compiled,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
@@ -112,9 +115,9 @@ class PlanPricer:
         self._free_level = free_level
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
-        self._passes: dict[tuple[int, int, int, int, PlanRecompute, bool], float] = {}
+        self._passes: dict[tuple[object, ...], float] = {}
         self._networks = RelaxedNetworkBuilder(
-            self._predictor("none", False).context.network, request.chips, request.cluster
+            self._predictor("none", False, False).context.network, request.chips, request.cluster
         )
 
     def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
@@ -158,7 +161,7 @@ class PlanPricer:
             shape.ep,
         )
         network, group_shapes = self._networks.build(sizes, known)
-        predictor = self._relaxed_predictor(schedule.recompute, schedule.regather_inputs).on(network)
+        predictor = self._relaxed_predictor(*_software_knobs(schedule)).on(network)
         return predictor.predict(self._layout(candidate, group_shapes), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
@@ -169,8 +172,7 @@ class PlanPricer:
         with one stage per rank and no more microbatches than ranks, a slow first rank hides part of that wait, and the
         rest is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
-        recompute: PlanRecompute = schedule.recompute if schedule else "none"
-        model_pass = self._model_pass_time(shape, recompute, schedule is not None and schedule.regather_inputs)
+        model_pass = self._model_pass_time(shape, schedule or self._fastest_schedule)
         even = shape.microbatches * model_pass / shape.pp
         if schedule is None or shape.pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
             return even
@@ -180,15 +182,20 @@ class PlanPricer:
             return max(even, 2 * shape.microbatches * model_pass / (shape.pp + 1))
         return even + (model_pass - model_pass / shape.pp) / schedule.stages_per_rank
 
-    def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute, regather: bool) -> float:
+    @property
+    def _fastest_schedule(self) -> ScheduleKnobs:
+        """One whose passes through layers no other beats."""
+        return ScheduleKnobs("1f1b", 1, "none", compile=self.request.constraints.allows_compile(True))
+
+    def _model_pass_time(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> float:
         """Lower bound on the seconds of one microbatch through the full model on one rank."""
         sequences = self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
-        key = (shape.tp, shape.cp, shape.ep, sequences, recompute, regather)
+        key = (shape.tp, shape.cp, shape.ep, sequences, *_software_knobs(schedule))
         found = self._passes.get(key)
         if found is None:
             alone = shape._replace(pp=1)
-            schedule = ScheduleKnobs("1f1b", 1, recompute, regather_inputs=regather)
-            candidate = Candidate(alone, schedule, DataKnobs(1, shape.dp, True))
+            plain = schedule._replace(schedule="1f1b", stages_per_rank=1, stage_layers=())
+            candidate = Candidate(alone, plain, DataKnobs(1, shape.dp, True))
             parts = self.lower_bound(candidate, _NO_MEMORY).parts
             found = sum(seconds for name, seconds in parts.items() if name not in _NOT_PASSES) / shape.microbatches
             self._passes[key] = found
@@ -212,11 +219,11 @@ class PlanPricer:
         )
 
     def _predictor_of(self, schedule: ScheduleKnobs) -> Predictor:
-        return self._predictor(schedule.recompute, schedule.regather_inputs)
+        return self._predictor(*_software_knobs(schedule))
 
-    def _new_predictor(self, recompute: PlanRecompute, regather_inputs: bool) -> Predictor:
+    def _new_predictor(self, recompute: PlanRecompute, regather_inputs: bool, compiled: bool) -> Predictor:
         request = self.request
-        software = software_for(request, recompute, regather_inputs=regather_inputs)
+        software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
         predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
         if self._free_level is not None:
             network = predictor.context.network
@@ -224,3 +231,8 @@ class PlanPricer:
             links[self._free_level] = Link(links[self._free_level].capacity, float("inf"), 0.0)
             return predictor.on(replace(network, links=tuple(links)))
         return predictor
+
+
+def _software_knobs(schedule: ScheduleKnobs) -> tuple[PlanRecompute, bool, bool]:
+    """What of a schedule changes the traits of the software."""
+    return schedule.recompute, schedule.regather_inputs, schedule.compile

@@ -53,6 +53,8 @@ class ScheduleKnobs(NamedTuple):
     """Of every stage; as even as possible when empty."""
     regather_inputs: bool = False
     """Of layers without recompute; only with tensor parallelism."""
+    compile: bool = False
+    """Every block; searched only if it is asked for."""
 
 
 class DataKnobs(NamedTuple):
@@ -87,6 +89,7 @@ class Candidate(NamedTuple):
             pipeline=_pipeline(schedule) if shape.pp > 1 else PipelineConfig(),
             recompute=schedule.recompute,
             regather_inputs=schedule.regather_inputs,
+            compile=schedule.compile,
             reshard_after_forward=None if self.data.reshard_after_forward == usual else self.data.reshard_after_forward,
         )
 
@@ -96,7 +99,12 @@ def candidate_from_plan(plan: Plan) -> Candidate:
     degrees, pipeline = plan.degrees, plan.pipeline
     shape = ShapeKnobs(degrees.pp, degrees.cp, degrees.tp, degrees.ep, degrees.dp, plan.microbatches)
     schedule = ScheduleKnobs(
-        pipeline.schedule, pipeline.stages_per_rank, plan.recompute, tuple(pipeline.layers), plan.regather_inputs
+        pipeline.schedule,
+        pipeline.stages_per_rank,
+        plan.recompute,
+        tuple(pipeline.layers),
+        plan.regather_inputs,
+        plan.compile,
     )
     return Candidate(shape, schedule, DataKnobs(degrees.replicate, degrees.shard, plan.resolved_reshard_after_forward))
 
@@ -144,10 +152,11 @@ class SearchSpace:
             for virtual in STAGES_PER_RANK if schedule in LOOPED_SCHEDULES else (1,):
                 if not allow("virtual", virtual):
                     continue
-                memory = product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual), (False, True))
-                for recompute, layers, regather in memory:
-                    knobs = ScheduleKnobs(schedule, virtual, recompute, layers, regather)  # type: ignore[arg-type]
-                    wanted = allow("recompute", recompute) and allow("regather", regather)
+                compiled = [each for each in (False, True) if self.request.constraints.allows_compile(each)]
+                memory = product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual), (False, True), compiled)
+                for recompute, *rest in memory:
+                    knobs = ScheduleKnobs(schedule, virtual, recompute, *rest)  # type: ignore[arg-type]
+                    wanted = allow("recompute", recompute) and allow("regather", knobs.regather_inputs)
                     if wanted and not self.stage_problem(pp, knobs, False):
                         yield knobs
 
@@ -243,6 +252,7 @@ class SearchSpace:
                 pipeline=_pipeline(schedule),
                 recompute=schedule.recompute,
                 regather_inputs=schedule.regather_inputs,
+                compile=schedule.compile,
                 reshard_after_forward=reshards,
             )
         )
