@@ -176,16 +176,13 @@ class _LayerTimer:
     def _moved_bytes(self) -> tuple[float, float]:
         """Bytes through memory outside matmuls and attention, forward and backward."""
         overheads, shape, shard = self.overheads, self.shape, self.shard
+        dispatch, size = overheads.dispatch_bytes_moved, self.device.element_bytes
         if self.software.eager:
-            return layer.eager_moved_bytes(shard, self.moe, self.device.element_bytes, overheads.dispatch_bytes_moved)
-        moved = layer.moved_bytes(
-            shard,
-            self.moe,
-            overheads.elementwise_traffic,
-            overheads.dispatch_bytes_moved,
-            self.software.fused_grouped_gemm,
-        )
-        forward, backward = (each * self.device.element_bytes / 2 for each in moved)
+            forward, backward = layer.eager_moved_bytes(shard, self.moe, size, dispatch)
+        else:
+            fused, traffic = self.software.fused_grouped_gemm, overheads.elementwise_traffic
+            moved = layer.moved_bytes(shard, self.moe, traffic, dispatch, fused)
+            forward, backward = (each * size / 2 for each in moved)
         if self.device.uses_fp8:
             # Every input of a linear layer is scaled and cast: read in half, written in fp8, both passes twice.
             casts = 3.0 * shard.tokens * (shape.width * 2 + (shape.mlp_dim + shape.heads * shape.head_dim) / shard.tp)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from danlu.planner.missing import MissingFeature, missing_features
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
 from danlu.planner.search_space import Candidate, SearchSpace
@@ -88,6 +89,10 @@ class Explainer:
         """For every layout that differs in one knob, why it was not chosen."""
         found = [self._against(chosen, change, other) for change, other in neighbors(chosen.candidate, self.request)]
         return [rejection for rejection in found if rejection is not None]
+
+    def missing(self, chosen: PricedPlan) -> list[MissingFeature]:
+        """What the runtime lacks, with what a layout would gain from it."""
+        return missing_features(chosen)
 
     def _against(self, chosen: PricedPlan, change: str, other: Candidate) -> Rejection | None:
         problem = self.rule_violation(other)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from danlu.cost import flops_per_token
 from danlu.cost.collectives import Link
@@ -24,6 +25,8 @@ _NO_MEMORY = MemoryEstimate(
 """Passed where only the time is needed."""
 _NOT_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
 """Parts of a step outside the passes through layers."""
+_EXPERT_GROUPS = ("ep", "expert_shard", "expert_data")
+"""Groups that exist for experts alone, see `ParallelLayout.group_shapes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,22 @@ class PlanPricer:
         layout = self._layout(candidate, placement.group_shapes)
         prediction = self._predictor_of(candidate.schedule).predict(layout, memory)
         return PricedPlan(request=self.request, candidate=candidate, placement=placement, prediction=prediction)
+
+    def predict_with_traits(
+        self, candidate: Candidate, placement: MeshPlacement, dtype: str = "", **traits: Any
+    ) -> StepPrediction:
+        """Predict a placed layout as if the software had other traits, or computed in another precision.
+
+        Groups of experts are placed as usual, not as the placement has them, if the traits shard experts further.
+        """
+        request, (recompute, regather_inputs, compiled) = self.request, _software_knobs(candidate.schedule)
+        software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
+        software = replace(software, **traits)
+        shapes = placement.group_shapes
+        if software.expert_tp > 1:
+            shapes = tuple(each for each in shapes if each[0] not in _EXPERT_GROUPS)
+        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, dtype or request.dtype)
+        return predictor.predict(self._layout(candidate, shapes))
 
     def price_best_placement(self, candidate: Candidate) -> PricedPlan | None:
         """A layout at its fastest placement; None if its axes cannot be placed on the levels."""
