@@ -26,7 +26,8 @@ POD = load_cluster("h100-pod")
 
 def plan(schedule: str = "1f1b", per_rank: int = 1, **settings: Any) -> Plan:
     degrees = Degrees(**{axis: settings.pop(axis) for axis in list(settings) if axis in Degrees.model_fields})
-    return Plan(degrees=degrees, pipeline=PipelineConfig(schedule=schedule, stages_per_rank=per_rank), **settings)
+    pipeline = PipelineConfig(schedule=schedule, stages_per_rank=per_rank, layers=settings.pop("layers", ()))
+    return Plan(degrees=degrees, pipeline=pipeline, **settings)
 
 
 DENSE = {
@@ -47,6 +48,7 @@ DENSE = {
     "gpipe × tp": (plan("gpipe", pp=2, tp=2, shard=2, microbatches=4), 8),
     "gpipe, recomputed": (plan("gpipe", pp=2, shard=4, recompute="full", microbatches=4), 16),
     "1f1b, selective": (plan(pp=4, shard=4, recompute="selective", microbatches=6), 24),
+    "1f1b, lighter last stage": (plan(pp=2, shard=4, microbatches=4, layers=(5, 3)), 16),
     "1f1b × cp × tp, recomputed": (plan(pp=2, shard=2, cp=2, tp=2, recompute="full", microbatches=4), 8),
     "interleaved × tp, selective": (
         plan("interleaved", 2, pp=4, tp=8, shard=2, recompute="selective", microbatches=8),

@@ -199,3 +199,17 @@ def test_inputs_are_gathered_again_where_that_makes_a_layout_fit() -> None:
     between = (again.peak_bytes + roomy.peak_bytes) / 2 / 0.97
     tight = search(question(chips=8, fix=fix, length=4096, cluster=machine(memory=between)), shown=1).best[0]
     assert tight.plan.regather_inputs
+
+
+def test_the_last_stage_is_lighter_where_the_head_is_heavy() -> None:
+    """A head over 128,000 tokens takes as long as layers do; one over 1,000 does not."""
+    fix = "pp=4,tp=1,cp=1,schedule=1f1b"
+    heavy, light = (
+        search(question(DENSE.model_copy(update={"vocabulary": size, "layers": 24}), chips=4, fix=fix), shown=1).best[0]
+        for size in (128_000, 1_000)
+    )
+    layers = heavy.plan.pipeline.layers
+    assert layers and layers[-1] < max(layers) and sum(layers) == 24
+    even = heavy.plan.model_copy(update={"pipeline": heavy.plan.pipeline.model_copy(update={"layers": ()})})
+    assert price_plan(heavy.request, even).seconds > 1.01 * heavy.seconds
+    assert not light.plan.pipeline.layers

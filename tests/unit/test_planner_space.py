@@ -23,6 +23,7 @@ QUESTIONS = {
     "dense, 4 chips": (SMALL, 4, 4, ""),
     "experts, 4 chips": (EXPERTS, 4, 4, "recompute=full"),
     "sixes, 6 chips": (SIXES, 6, 6, "recompute=selective"),
+    "deep, 4 chips": (SMALL.model_copy(update={"layers": 12}), 4, 4, "recompute=full"),
     "tied, 4 chips": (TIED, 4, 4, "recompute=none"),
     "compiled, 4 chips": (SMALL, 4, 4, "compile=true,recompute=none"),
     "no recompute, 8 chips, one microbatch a sequence": (SMALL, 8, 8, "recompute=none,microbatch=1"),
