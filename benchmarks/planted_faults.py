@@ -133,11 +133,17 @@ def _copy(root: Path) -> Iterator[Path]:
         yield copy
 
 
+def escaped_test_id(name: str) -> str:
+    """The name of a test as pytest has it, which escapes what is not ASCII."""
+    return name if name.isascii() else name.encode("unicode_escape").decode("ascii")
+
+
 def _run(copy: Path, check: str) -> tuple[bool, str, float]:
     """Whether a check caught something, what it was, and the seconds it took."""
     program, *rest = shlex.split(check)
     pytest_ends_early = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    words = [sys.executable, "-m", "pytest", *rest, *pytest_ends_early] if program == "pytest" else None
+    tests = map(escaped_test_id, rest)
+    words = [sys.executable, "-m", "pytest", *tests, *pytest_ends_early] if program == "pytest" else None
     command = words or [sys.executable if program == "python" else program, *rest]
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_OURS}
     environment |= {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -47,7 +47,9 @@ def first_predictions() -> dict[str, float]:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

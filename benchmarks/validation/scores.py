@@ -1,7 +1,7 @@
 """Compares predictions with published runs: error, order of layouts, and regret of the predicted best.
 
 A set is scored by its mean absolute error; a group (the same model, chips and batch, so that only the layout differs)
-by rank correlation, by pairs of runs whose measured times lie more than a tenth apart and that are ordered right, and by
+by rank correlation, by how many pairs of runs that were measured more than a tenth apart are ordered right, and by
 regret: how much slower the layout predicted to be fastest was measured than the fastest.
 """
 
@@ -290,7 +290,7 @@ def _overrun(by_set: dict[str, list[RunComparison]]) -> float:
         for point in points
         if point.run.memory
     ]
-    return sum(ratio > 1 / (1 - default_reserve()) for ratio in taken) / len(taken)
+    return sum(ratio * (1 - default_reserve()) > 1 + 1e-9 for ratio in taken) / len(taken)
 
 
 def _one_node_bars(constants: Calibration | None) -> tuple[Target, ...]:

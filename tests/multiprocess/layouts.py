@@ -126,6 +126,28 @@ def _layouts() -> list[Layout]:
     dense("zero-bubble, recompute full", pp=2, microbatches=4, schedule="zero-bubble", per_rank=2, recompute="full")
     moe("ep, recompute full", shard=2, ep=2, recompute="full")
     moe("ep, recompute selective", shard=2, ep=2, recompute="selective")
+    # Inputs of tensor-parallel matrices gathered again.
+    dense("tp, regathered", tp=2, regather_inputs=True)
+    gpt("tp, regathered", tp=2, regather_inputs=True)
+    dense("fsdp × tp, regathered", shard=2, tp=2, regather_inputs=True)
+    moe(
+        "fsdp × tp × 1f1b, shared expert, regathered",
+        {"shared": 1},
+        shard=2,
+        tp=2,
+        pp=2,
+        ep=4,
+        microbatches=4,
+        regather_inputs=True,
+    )
+    dense(
+        "tp × 1f1b, recompute by layer, regathered",
+        tp=2,
+        pp=2,
+        microbatches=4,
+        recompute=by_layer,
+        regather_inputs=True,
+    )
     # Pairs.
     dense("hsdp", replicate=2, shard=2)
     dense("hsdp, accumulate 2", replicate=2, shard=2, microbatches=2)
@@ -167,6 +189,7 @@ QUICK = (
     *("accumulate 4", "moe accumulate 4", "fsdp", "tp", "cp", "moe ep", "moe ep, balanced by bias"),
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
+    "fsdp × tp, regathered",
     *("moe fsdp × ep", "moe ep over tp"),
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

@@ -82,3 +82,12 @@ def test_accumulation_equals_the_full_batch(name: str, results: dict[str, dict[s
     assert results[name]["loss"] <= 1e-6
     assert results[name]["norm"] <= 1e-6
     assert results[name]["parameters"] <= 1e-6
+
+
+@pytest.mark.parametrize("kept", ["fsdp × tp"])
+@pytest.mark.parametrize("regathered", ["fsdp × tp, regathered"])
+def test_gathering_inputs_again_changes_no_bit(
+    kept: str, regathered: str, results: dict[str, dict[str, float]]
+) -> None:
+    """The same sums in the same order: both are exactly as far from one process."""
+    assert [results[regathered][figure] for figure in FIGURES] == [results[kept][figure] for figure in FIGURES]

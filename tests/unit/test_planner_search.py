@@ -175,3 +175,41 @@ def test_a_bound_does_not_depend_on_what_was_bounded_before() -> None:
     for known, seconds in reversed(list(zip(((), *inner), alone, strict=True))):
         assert pricer.lower_bound(candidate, known=known).seconds == seconds
     assert pricer.shape_lower_bound(candidate.shape, None) == PlanPricer(asked).shape_lower_bound(candidate.shape, None)
+
+
+def test_compiled_blocks_take_less_time_and_memory_and_are_searched_if_asked() -> None:
+    asked = question(chips=8, cluster=machine(nodes=2))
+    eager, compiled = (price_plan(asked, Plan(degrees=Degrees(shard=8), compile=each)) for each in (False, True))
+    assert compiled.plan.compile and not eager.plan.compile
+    assert compiled.prediction.parts["elementwise"] < 0.7 * eager.prediction.parts["elementwise"]
+    assert compiled.seconds < eager.seconds and compiled.peak_bytes < eager.peak_bytes
+    assert not search(asked, shown=1).best[0].plan.compile
+    wanted = question(chips=8, cluster=machine(nodes=2), fix="compile=true")
+    assert search(wanted, shown=1).best[0].plan == search_exhaustively(wanted).plan  # type: ignore[union-attr]
+    assert search(wanted, shown=1).best[0].plan.compile
+
+
+def test_inputs_are_gathered_again_where_that_makes_a_layout_fit() -> None:
+    """Kept inputs are faster, so a search proposes the second gather only where it is needed."""
+    fix = "tp=4,shard=2,pp=1,cp=1,recompute=none,microbatch=4,reshard=true"
+    roomy = search(question(chips=8, fix=fix, length=4096), shown=1).best[0]
+    assert not roomy.plan.regather_inputs
+    again = price_plan(roomy.request, roomy.plan.model_copy(update={"regather_inputs": True}))
+    assert again.seconds > roomy.seconds and again.peak_bytes < roomy.peak_bytes
+    between = (again.peak_bytes + roomy.peak_bytes) / 2 / 0.97
+    tight = search(question(chips=8, fix=fix, length=4096, cluster=machine(memory=between)), shown=1).best[0]
+    assert tight.plan.regather_inputs
+
+
+def test_the_last_stage_is_lighter_where_the_head_is_heavy() -> None:
+    """A head over 128,000 tokens takes as long as layers do; one over 1,000 does not."""
+    fix = "pp=4,tp=1,cp=1,schedule=1f1b"
+    heavy, light = (
+        search(question(DENSE.model_copy(update={"vocabulary": size, "layers": 24}), chips=4, fix=fix), shown=1).best[0]
+        for size in (128_000, 1_000)
+    )
+    layers = heavy.plan.pipeline.layers
+    assert layers and layers[-1] < max(layers) and sum(layers) == 24
+    even = heavy.plan.model_copy(update={"pipeline": heavy.plan.pipeline.model_copy(update={"layers": ()})})
+    assert price_plan(heavy.request, even).seconds > 1.01 * heavy.seconds
+    assert not light.plan.pipeline.layers

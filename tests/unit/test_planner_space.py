@@ -23,7 +23,9 @@ QUESTIONS = {
     "dense, 4 chips": (SMALL, 4, 4, ""),
     "experts, 4 chips": (EXPERTS, 4, 4, "recompute=full"),
     "sixes, 6 chips": (SIXES, 6, 6, "recompute=selective"),
+    "deep, 4 chips": (SMALL.model_copy(update={"layers": 12}), 4, 4, "recompute=full"),
     "tied, 4 chips": (TIED, 4, 4, "recompute=none"),
+    "compiled, 4 chips": (SMALL, 4, 4, "compile=true,recompute=none"),
     "no recompute, 8 chips, one microbatch a sequence": (SMALL, 8, 8, "recompute=none,microbatch=1"),
 }
 RECOMPUTES = ("none", "selective", "full")
@@ -44,18 +46,20 @@ def key(plan: Plan) -> Key:
         tuple(pipeline.layers),
         plan.recompute,
         plan.resolved_reshard_after_forward,
+        plan.compile,
+        plan.regather_inputs,
     )
 
 
 def pipelines(layers: int, pp: int) -> Iterator[PipelineConfig]:
-    """All pipelines of so many ranks, sensible or not: layers even, or one fewer on the last stage or on both ends."""
+    """All pipelines of so many ranks, sensible or not: layers even, or fewer on the last stage or on both ends."""
     if pp == 1:
         yield PipelineConfig()
         return
     for schedule, virtual in product(SCHEDULES, VIRTUAL):
         stages = pp * virtual
         cuts = {()}
-        for first, last in ((0, 1), (1, 1)):
+        for first, last in ((0, 1), (1, 1), (0, 2), (1, 2)):
             counts = list(split_layers_evenly(layers + first + last, stages))
             counts[0], counts[-1] = counts[0] - first, counts[-1] - last
             if tuple(counts) != split_layers_evenly(layers, stages) and min(counts) > 0:
@@ -79,7 +83,7 @@ def accepted(question: PlanRequest) -> set[Key]:
             if not allow("microbatch", sequences // (replicate * shard * pieces)):
                 continue
             degrees = Degrees(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp, ep=ep)
-            for recompute, reshards in product(RECOMPUTES, (True, False)):
+            for recompute, reshards, regather in product(RECOMPUTES, (True, False), (True, False)):
                 if allow("recompute", recompute):
                     plan = Plan(
                         degrees=degrees,
@@ -87,6 +91,8 @@ def accepted(question: PlanRequest) -> set[Key]:
                         pipeline=pipeline,
                         recompute=recompute,  # type: ignore[arg-type]
                         reshard_after_forward=reshards,
+                        regather_inputs=regather,
+                        compile=question.constraints.allows_compile(True),
                     )
                     if not find_problems(question.parsed_recipe, parsed_without_file(plan)):
                         found.add(key(plan))
@@ -109,6 +115,7 @@ def test_degrees_and_schedules_of_every_kind_are_among_them() -> None:
     plans = {key(candidate.plan()) for candidate in SearchSpace(_question("dense, 4 chips")).candidates()}
     assert {layout[2] for layout in plans} == set(SCHEDULES)
     assert {dict(layout[0])["tp"] for layout in plans} == {1, 2, 4}
+    assert {dict(layout[0])["tp"] for layout in plans if layout[-1]} == {2, 4}, "inputs gathered again"
 
 
 def _question(name: str) -> PlanRequest:

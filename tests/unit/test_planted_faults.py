@@ -31,8 +31,9 @@ def tree(tmp_path: Path) -> Path:
     for name, text in {
         "src/number.py": "def two():\n    return 2\n",
         "test_number.py": (
-            "import number\n\ndef test_two():\n    assert number.two() == 2\n\n"
-            "def test_blind():\n    assert number\n\ndef test_broken():\n    assert False\n"
+            "import number\nimport pytest\n\ndef test_two():\n    assert number.two() == 2\n\n"
+            "def test_blind():\n    assert number\n\ndef test_broken():\n    assert False\n\n"
+            "@pytest.mark.parametrize('twos', ['1 × 2'])\ndef test_times(twos):\n    assert number.two() == 2\n"
         ),
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +50,7 @@ def fault(check: str, old: str = "return 2", new: str = "return 3") -> Fault:
     ("planted", "caught", "witness"),
     [
         (fault("pytest test_number.py::test_two"), True, "test_number.py::test_two"),
+        (fault("pytest 'test_number.py::test_times[1 × 2]'"), True, "test_number.py::test_times"),
         (fault("pytest test_number.py::test_blind"), False, "lived"),
         (fault("pytest test_number.py::test_broken"), False, "fails without the fault: test_number.py::test_broken"),
         (fault("pytest test_number.py::test_two", old="return 9"), False, "must stand once"),

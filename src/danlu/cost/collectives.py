@@ -199,11 +199,11 @@ def dedup_dispatch_time(network: Network, span: GroupShape, token: float, tokens
     inner, nodes = span[0], group_size(span[1:])
     # What leaves a node crosses every level up to the one that its own node and the other have in common.
     outside, near = 0.0, 1
-    for ranks, link in zip(span[1:], network.links[1:], strict=True):
-        if ranks > 1:
+    for units, link in zip(span[1:], network.links[1:], strict=True):
+        if units > 1:
             beyond = (nodes - near) * (1 - (1 - 1 / nodes) ** top_k)
             outside = max(outside, tokens * token * beyond / link.bandwidth)
-            near *= ranks
+            near *= units
     # A token reaches a rank from the node's gateway, or from its own rank: either way it crosses the node once.
     ranks = (
         _distinct_others(inner, top_k) if nodes == 1 else group_size(span) * (1 - (1 - 1 / group_size(span)) ** top_k)

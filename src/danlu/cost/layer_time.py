@@ -132,7 +132,7 @@ class _LayerTimer:
             attention=core[1],
             linear=inputs + weights,
             elementwise=self._elementwise(moved[1], kernels * 3 // 2, backward=True),
-            tensor=forward.tensor,
+            tensor=forward.tensor + self._regathered(recompute),
             context=self._context(core[1], 2),
         )
         if self.moe:
@@ -164,9 +164,7 @@ class _LayerTimer:
         if recompute == "full" and last and self.software.recompute_stops_early:
             spared = matmul_time(self.device, last.rows, last.columns, last.inner)
             # with the reduction of its result, half of the traffic around one block
-            again = again._replace(
-                linear=again.linear - spared, tensor=again.tensor * (1 - 0.5 / self._tp_blocks)
-            )
+            again = again._replace(linear=again.linear - spared, tensor=again.tensor * (1 - 0.5 / self._tp_blocks))
         return again
 
     def _core_attention(self) -> tuple[float, float]:
@@ -198,14 +196,13 @@ class _LayerTimer:
     def _moved_bytes(self) -> tuple[float, float]:
         """Bytes through memory outside matmuls and attention, forward and backward."""
         overheads, shape, shard = self.overheads, self.shape, self.shard
-        moved = layer.moved_bytes(
-            shard,
-            self.moe,
-            overheads.elementwise_traffic,
-            overheads.dispatch_bytes_moved,
-            self.software.fused_grouped_gemm,
-        )
-        forward, backward = (each * self.device.element_bytes / 2 for each in moved)
+        dispatch, size = overheads.dispatch_bytes_moved, self.device.element_bytes
+        if self.software.eager:
+            forward, backward = layer.eager_moved_bytes(shard, self.moe, size, dispatch)
+        else:
+            fused, traffic = self.software.fused_grouped_gemm, overheads.elementwise_traffic
+            moved = layer.moved_bytes(shard, self.moe, traffic, dispatch, fused)
+            forward, backward = (each * size / 2 for each in moved)
         if self.device.uses_fp8:
             # Every input of a linear layer is scaled and cast: read in half, written in fp8, both passes twice.
             casts = 3.0 * shard.tokens * (shape.width * 2 + (shape.mlp_dim + shape.heads * shape.head_dim) / shard.tp)
@@ -269,6 +266,17 @@ class _LayerTimer:
         else:
             once = all_reduce_time(network, group, stream)
         return self._tp_blocks * once * ((1 - self.overheads.tp_overlap) if self.software.overlap_tp_comm else 1.0)
+
+    def _regathered(self, recompute: Recompute) -> float:
+        """Exposed traffic of the inputs that the backward pass gathers again."""
+        exposed = self.software.expose_regather and self.software.sequence_parallel
+        if self.shard.tp == 1 or not exposed or not self.software.regathers(recompute):
+            return 0.0
+        elements = self.shard.tokens * self.shape.width
+        once = all_gather_time(self.network, self.local.tp_group, self.device.element_bytes * elements)
+        if self.device.measured:
+            once += self.device.measured.seconds("copy", elements)
+        return self._tp_blocks * once
 
     def _expert(self, compute: float) -> float:
         """Exposed traffic of experts in one pass: dispatch and combine, less what another microbatch's pass hides."""

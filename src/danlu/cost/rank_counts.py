@@ -66,7 +66,7 @@ class RankCounter(LayoutShapes):
         both = stream / tp + stream
         total = 0.0
         for (moe, recompute), count in contents.runs:
-            again = {"full": both, "elementwise": stream / tp}.get(recompute, 0.0)
+            again = stream / tp if self.software.regathers(recompute) else both if recompute == "full" else 0.0
             blocks = 1 + (mlp.hidden_width(self.shape, moe) > 0)
             # Recompute ends before the last reduction over ranks.
             spared = stream if recompute == "full" and not moe else 0.0

@@ -109,12 +109,16 @@ class Software:
     """With sharded gradients or parameters, reduce after every microbatch, as FSDP does; Megatron: once per step."""
     keep_gathered_inputs: bool = False
     """Keep what tensor parallelism gathered for a matmul, instead of gathering it again in the backward pass."""
+    expose_regather: bool = False
+    """Gather such inputs again before the backward pass goes on, not while it computes gradients of inputs, as Megatron
+    does; only then does it take time."""
     defer_reduce_in_pipeline: bool = True
     """In a pipeline keep gradients unsharded and reduce them after the last microbatch, as torch's pipelining does."""
     preallocate_gradients: bool = True
     """Allocate all gradients at the start, as Megatron does, not when they are computed, as PyTorch does."""
     eager: bool = False
-    """Save what each operator needs separately, as PyTorch does without a compiler."""
+    """Run every operator as a kernel of its own, which moves its inputs and its result through memory and saves what it
+    needs separately, as PyTorch does without a compiler."""
     launch_blocking: bool = False
     """Wait for every kernel before the next is launched (`CUDA_LAUNCH_BLOCKING=1`), as a remedy for hangs."""
     ulysses: bool = False
@@ -126,6 +130,10 @@ class Software:
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""
     sliding_window_fraction: float = 0.0
     """Share of layers with a sliding window."""
+
+    def regathers(self, recompute: Recompute) -> bool:
+        """Whether the backward pass of a layer gathers the inputs of its matmuls again, beside a full recompute."""
+        return recompute == "elementwise" or (recompute == "none" and not self.keep_gathered_inputs)
 
     def saving(self, recompute: Recompute, fp8: bool) -> Saving:
         """How activations are saved; with `fp8`, matmul inputs take one byte each."""
@@ -144,6 +152,7 @@ DANLU = Software(
     keep_half_parameters=False,
     ulysses=True,
     keep_gathered_inputs=True,
+    expose_regather=True,
     eager=True,
     preallocate_gradients=False,
     logit_bytes=10.0,

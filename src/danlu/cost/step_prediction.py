@@ -114,6 +114,8 @@ def predict(
         software = replace(software, recompute=plan_recompute(plan.recompute, model.layers))
     if plan.compile:
         software = replace(software, eager=False)
+    if plan.regather_inputs:
+        software = replace(software, keep_gathered_inputs=False)
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
 
 

@@ -45,7 +45,7 @@ class DecoderAdapter:
         """Apply `tp`, `cp` and `ep`, and set the batch size of routers."""
         decoder = cast(Decoder, stage_module)
         if mesh.tp_mesh is not None:
-            apply_tp(decoder, decoder_tp_plan(decoder), mesh.tp_mesh)
+            apply_tp(decoder, decoder_tp_plan(decoder, self.plan.regathered_layers(self.model.layers)), mesh.tp_mesh)
         if group := mesh.group("cp"):
             apply_cp((block.get_submodule("attention") for block in self.blocks(stage_module)), group)
             if decoder.embed is not None:

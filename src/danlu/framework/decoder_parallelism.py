@@ -1,6 +1,6 @@
 """How the decoder's modules are placed on the mesh: data beside the model, used by `DecoderAdapter`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from torch import nn
 
@@ -13,8 +13,8 @@ from danlu.parallel.tensor import TPStyle
 from danlu.spec.recompute import RecomputeMode
 
 
-def decoder_tp_plan(stage_module: Decoder) -> dict[str, TPStyle]:
-    """The tensor-parallel style of every module that has one."""
+def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> dict[str, TPStyle]:
+    """The tensor-parallel style of every module that has one; layers `regathered` gather inputs again backward."""
     placements: dict[str, TPStyle] = {}
     if stage_module.embed is not None:
         placements["embed.token"] = "vocabulary"
@@ -23,7 +23,8 @@ def decoder_tp_plan(stage_module: Decoder) -> dict[str, TPStyle]:
     for layer, block in stage_module.blocks.items():
         name = f"blocks.{layer}"
         placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
-        placements |= {f"{name}.attention": "gather", f"{name}.attention.o": "row"}
+        gather: TPStyle = "regather" if int(layer) in regathered else "gather"
+        placements |= {f"{name}.attention": gather, f"{name}.attention.o": "row"}
         placements |= {f"{name}.attention.{projection}": "column" for projection in "qkv"}
         norms = [norm for norm in ("q_norm", "k_norm") if getattr(block.attention, norm) is not None]
         placements |= {f"{name}.attention.{norm}": "heads" for norm in norms}
@@ -31,16 +32,16 @@ def decoder_tp_plan(stage_module: Decoder) -> dict[str, TPStyle]:
         if isinstance(mlp, MoeLayer):
             placements[f"{name}.mlp.router.gate"] = "sequence"
             if mlp.shared is not None:
-                placements |= _mlp_placements(f"{name}.mlp.shared", mlp.shared)
+                placements |= _mlp_placements(f"{name}.mlp.shared", mlp.shared, gather)
         else:
-            placements |= _mlp_placements(f"{name}.mlp", mlp)
+            placements |= _mlp_placements(f"{name}.mlp", mlp, gather)
     if stage_module.head is not None:
         placements |= {"head.norm": "sequence", "head.score": "logits"}
     return placements
 
 
-def _mlp_placements(name: str, mlp: nn.Module) -> dict[str, TPStyle]:
-    placements: dict[str, TPStyle] = {name: "gather", f"{name}.up": "column", f"{name}.down": "row"}
+def _mlp_placements(name: str, mlp: nn.Module, gather: TPStyle) -> dict[str, TPStyle]:
+    placements: dict[str, TPStyle] = {name: gather, f"{name}.up": "column", f"{name}.down": "row"}
     if dict(mlp.named_children()).get("gate") is not None:
         placements[f"{name}.gate"] = "column"
     return placements

@@ -81,6 +81,21 @@ def moved_bytes(shard: LayerShard) -> tuple[float, float]:
     return 2.0 * projected, 3.0 * projected
 
 
+def eager_moved_bytes(shard: LayerShard, element_bytes: int) -> tuple[float, float]:
+    """The same where every operator is a kernel of its own: the rotation of queries and keys in fp32.
+
+    Per element, forward: four products of halves with a table (4 bytes read and 4 written by each half), a difference
+    and a sum (6 each), and both halves side by side (8); backward a negation (4) and two sums. Below fp32 also a cast
+    there and one back.
+    """
+    shape = shard.model
+    if shape.positions:
+        return 0.0, 0.0  # learned positions are added once, by the embedding
+    elements = shard.tokens * (shape.heads + shape.kv_heads) * shape.head_dim / shard.tp
+    casts = 2.0 * (element_bytes + 4) if element_bytes < 4 else 0.0
+    return (36.0 + casts) * elements, (40.0 + casts) * elements
+
+
 def saved_bytes(shard: LayerShard, saving: Saving) -> float:
     """Queries, keys and values, the output, and scores if they are saved."""
     shape, tokens, each = shard.model, shard.tokens, saving.element_bytes

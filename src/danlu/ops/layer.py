@@ -39,6 +39,25 @@ def moved_bytes(
     return traffic * forward + routed, traffic * backward + 1.5 * routed
 
 
+def eager_moved_bytes(shard: LayerShard, moe: bool, element_bytes: int, dispatch: float) -> tuple[float, float]:
+    """Bytes through memory outside matmuls and attention, forward and backward, where every operator is its own kernel.
+
+    Counted over the operators that PyTorch runs for the decoder without a compiler: each reads its inputs and writes
+    its result. `dispatch` is what routed tokens move in half precision, as in `moved_bytes`.
+    """
+    shape = shard.model
+    hidden, routed = mlp.hidden_elements(shard, moe), 0.0
+    summed = 2 + (shape.num_up_projections - 1) * (hidden > 0)  # queries, keys and values; gate and up
+    if moe:
+        hidden += shard.routed_rows * shape.expert_width
+        routed = dispatch * shard.routed_rows * shape.width * element_bytes / 2
+    norms = norm.eager_moved_bytes(shard, element_bytes, summed)
+    rotation = attention.eager_moved_bytes(shard, element_bytes)
+    activation = mlp.eager_activation_bytes_moved(shape, element_bytes * hidden)
+    forward, backward = (norms[i] + rotation[i] + activation[i] for i in (0, 1))
+    return forward + routed, backward + 1.5 * routed
+
+
 def saved_bytes(shard: LayerShard, saving: Saving, moe: bool) -> float:
     """Bytes that a layer saves per microbatch for its backward pass.
 

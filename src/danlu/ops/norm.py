@@ -19,6 +19,18 @@ def moved_bytes(shard: LayerShard) -> tuple[float, float]:
     return 10.0 * stream, 14.0 * stream
 
 
+def eager_moved_bytes(shard: LayerShard, element_bytes: int, summed_inputs: int) -> tuple[float, float]:
+    """The same where every operator is a kernel of its own.
+
+    A norm is one kernel forward and one backward (a read more than forward), as accelerators have it in torch.
+    Backward, two gradients are added per residual connection, and those of `summed_inputs` matmuls that share an input,
+    before tensor parallelism scatters them.
+    """
+    read_read_write = 3.0 * element_bytes
+    forward = 2 * (2.0 * element_bytes + read_read_write) * shard.stream
+    return forward, read_read_write * (4 * shard.stream + summed_inputs * shard.tokens * shard.model.width)
+
+
 def saved_bytes(shard: LayerShard, saving: Saving) -> float:
     """Inputs of both norms and of the matmuls after them; fp32 results of norms if eager."""
     kept = 2 * saving.element_bytes * shard.stream

@@ -18,12 +18,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from danlu.parallel.fsdp import silence_view_warning
+from danlu.parallel.regather import apply_regather
 from danlu.torch_compat import flatten_sequence_first
 
 TPStyle = Literal[
     "sequence",
     "heads",
     "gather",
+    "regather",
     "column",
     "row",
     "vocabulary",
@@ -37,6 +39,7 @@ TPStyle = Literal[
 - sequence: works on each position alone, so its parameters are replicated and its sequence is sharded (norms, routers)
 - heads: works on each head alone, so its parameters are replicated and the heads sharded (norms of queries and keys)
 - gather: needs the full sequence, gathered once for all its inner matrices
+- regather: the same, but gathered again in the backward pass instead of kept for it
 - column, row: a matrix sharded by outputs, and the next one sharded by inputs, its result reduce-scattered by sequence
 - vocabulary: a table sharded by rows
 - logits: the output matrix, sharded by the vocabulary; its result stays sharded
@@ -78,6 +81,8 @@ class VocabParallel(ParallelStyle):
 
 def _style(style: TPStyle) -> ParallelStyle:
     match style:
+        case "regather":
+            raise ValueError("the style regather belongs to a module together with its columns: use `apply_tp`")
         case "sequence":
             return SequenceParallel(use_local_output=True)
         case "heads":
@@ -103,10 +108,17 @@ def _style(style: TPStyle) -> ParallelStyle:
 def apply_tp(stage_module: nn.Module, placements: Mapping[str, TPStyle], mesh: DeviceMesh) -> None:
     """Shard the named modules of `stage_module` over `mesh`; an unknown name is an error."""
     modules = dict(stage_module.named_modules())
+    columns_of = _regathered_columns(placements)
+    regathered = {name for columns in columns_of.values() for name in columns}
     for name, style in placements.items():
         if name not in modules:
             raise KeyError(f"{name!r} (TP style {style!r}) is no module of {type(stage_module).__name__}")
         module = modules[name]
+        if style == "regather":
+            apply_regather(module, {column: modules[column] for column in columns_of[name]}, mesh)
+            continue
+        if name in regathered:
+            continue
         if style == "sequence" and isinstance(module, nn.Linear):
             flatten_sequence_first(module)
         parallelize_module(module, mesh, _style(style))
@@ -114,6 +126,15 @@ def apply_tp(stage_module: nn.Module, placements: Mapping[str, TPStyle], mesh: D
             clone_output(module)
         if style == "logits":
             silence_view_warning(stage_module, name)
+
+
+def _regathered_columns(placements: Mapping[str, TPStyle]) -> dict[str, list[str]]:
+    """The matrices that read the input of each module whose style is regather."""
+    return {
+        name: [inner for inner, other in placements.items() if other == "column" and inner.startswith(f"{name}.")]
+        for name, style in placements.items()
+        if style == "regather"
+    }
 
 
 def clone_output(module: nn.Module) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from danlu.planner.missing import MissingFeature, missing_features
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
-from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace
+from danlu.planner.search_space import Candidate, SearchSpace
 from danlu.planner.ties import tie_limit
 from danlu.spec.plan import LOOPED_SCHEDULES
 from danlu.spec.problem import Problem
@@ -96,6 +97,10 @@ class Explainer:
             self._against(chosen, change, other, limit) for change, other in neighbors(chosen.candidate, self.request)
         ]
 
+    def missing(self, chosen: PricedPlan) -> list[MissingFeature]:
+        """What the runtime lacks, with what a layout would gain from it."""
+        return missing_features(chosen)
+
     def _against(self, chosen: PricedPlan, change: str, other: Candidate, tied_until: float) -> Rejection:
         wrong = self.rule_problem(other)
         if wrong:
@@ -151,7 +156,7 @@ def neighbors(
     lighter = RECOMPUTE_MODES[known + 1 :] if only_smaller else RECOMPUTE_MODES
     for recompute in lighter:
         if recompute != schedule.recompute:
-            changed = schedule._replace(recompute=recompute)  # type: ignore[arg-type]
+            changed = schedule._replace(recompute=recompute, regather_inputs=False)  # type: ignore[arg-type]
             yield f"recompute {schedule.recompute} → {recompute}", candidate._replace(schedule=changed)
     for times in (2, 0.5):
         number = shape.microbatches * times
@@ -162,6 +167,10 @@ def neighbors(
     if not only_smaller or not data.reshard_after_forward:
         word = "reshard" if not data.reshard_after_forward else "no reshard"
         yield word, candidate._replace(data=data._replace(reshard_after_forward=not data.reshard_after_forward))
+    if shape.tp > 1 and not (only_smaller and schedule.regather_inputs):
+        word = "keep gathered inputs" if schedule.regather_inputs else "regather inputs"
+        changed = schedule._replace(regather_inputs=not schedule.regather_inputs)
+        yield word, candidate._replace(schedule=changed)
     yield from _data_neighbors(candidate, only_smaller)
     for axis in ("tp", "cp", "pp", "ep"):
         yield from _degree_neighbors(candidate, axis, only_smaller)
@@ -171,7 +180,8 @@ def neighbors(
         for name in SEARCHED_SCHEDULES:
             if name != schedule.schedule:
                 virtual = max(2, schedule.stages_per_rank) if name in LOOPED_SCHEDULES else 1
-                changed = ScheduleKnobs(name, 2 if name == "zbv" else virtual, schedule.recompute)  # type: ignore[arg-type]
+                stages = 2 if name == "zbv" else virtual
+                changed = schedule._replace(schedule=name, stages_per_rank=stages, stage_layers=())  # type: ignore[arg-type]
                 yield f"schedule {schedule.schedule} → {name}", candidate._replace(schedule=changed)
 
 
@@ -202,5 +212,7 @@ def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> It
         yield f"{axis} {now} → {now * 2}", Candidate(more, schedule, less)
     if now % 2 == 0 and not only_smaller and shape.microbatches % 2 == 0:
         fewer = shape._replace(**{axis: now // 2}, dp=shape.dp * 2, microbatches=shape.microbatches // 2)
-        changed = ScheduleKnobs("1f1b", 1, schedule.recompute) if axis == "pp" and now == 2 else schedule
+        changed = schedule._replace(regather_inputs=schedule.regather_inputs and fewer.tp > 1)
+        if axis == "pp" and now == 2:
+            changed = changed._replace(schedule="1f1b", stages_per_rank=1)
         yield f"{axis} {now} → {now // 2}", Candidate(fewer, changed, data._replace(shard=data.shard * 2))

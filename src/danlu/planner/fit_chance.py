@@ -1,8 +1,9 @@
 """The chance that a plan fits its chips, from published runs whose memory was measured."""
 
 from functools import cache
+from math import ceil
 
-from danlu.planner.residuals import memory_residuals, percentile
+from danlu.planner.residuals import memory_residuals
 
 HELD_PERCENT = 95
 """Percentage of the published runs that would have fit with the memory that is kept free by default."""
@@ -11,7 +12,8 @@ HELD_PERCENT = 95
 @cache
 def default_reserve() -> float:
     """Share of a chip's memory to keep free, so that `HELD_PERCENT` of the published runs would have fit."""
-    return 1 - 1 / max(1.0, percentile((row.ratio for row in memory_residuals()), HELD_PERCENT))
+    ratios = sorted(row.ratio for row in memory_residuals())
+    return 1 - 1 / max(1.0, ratios[ceil(len(ratios) * HELD_PERCENT / 100) - 1])
 
 
 def fit_chance(predicted_bytes: float, chip_bytes: float) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from danlu.cost import flops_per_token
 from danlu.cost.collectives import Link
@@ -25,6 +26,8 @@ _NO_MEMORY = MemoryEstimate(
 """Passed where only the time is needed."""
 _NOT_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
 """Parts of a step outside the passes through layers."""
+_EXPERT_GROUPS = ("ep", "expert_shard", "expert_data")
+"""Groups that exist for experts alone, see `ParallelLayout.group_shapes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +95,15 @@ class PricedPlan:
         return self.seconds, self.tie_break
 
 
-def software_for(request: PlanRequest, recompute: PlanRecompute) -> Software:
+def software_for(
+    request: PlanRequest, recompute: PlanRecompute, *, regather_inputs: bool = False, compiled: bool = False
+) -> Software:
     """Danlu's own software traits, with the recipe's precision."""
     precision = request.recipe.precision
     return replace(
         DANLU,
+        keep_gathered_inputs=not regather_inputs,
+        eager=not compiled,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
@@ -117,14 +124,32 @@ class PlanPricer:
         self._free_level = free_level
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
-        self._passes: dict[tuple[int, int, int, int, PlanRecompute], float] = {}
-        self._networks = RelaxedNetworkBuilder(self._predictor("none").context.network, request.chips, request.cluster)
+        self._passes: dict[tuple[object, ...], float] = {}
+        self._networks = RelaxedNetworkBuilder(
+            self._predictor("none", False, False).context.network, request.chips, request.cluster
+        )
 
     def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
         """Time and memory of a placed layout; pass `memory` if it is known from another placement."""
         layout = self._layout(candidate, placement.group_shapes)
-        prediction = self._predictor(candidate.schedule.recompute).predict(layout, memory)
+        prediction = self._predictor_of(candidate.schedule).predict(layout, memory)
         return PricedPlan(request=self.request, candidate=candidate, placement=placement, prediction=prediction)
+
+    def predict_with_traits(
+        self, candidate: Candidate, placement: MeshPlacement, dtype: str = "", **traits: Any
+    ) -> StepPrediction:
+        """Predict a placed layout as if the software had other traits, or computed in another precision.
+
+        Groups of experts are placed as usual, not as the placement has them, if the traits shard experts further.
+        """
+        request, (recompute, regather_inputs, compiled) = self.request, _software_knobs(candidate.schedule)
+        software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
+        software = replace(software, **traits)
+        shapes = placement.group_shapes
+        if software.expert_tp > 1:
+            shapes = tuple(each for each in shapes if each[0] not in _EXPERT_GROUPS)
+        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, dtype or request.dtype)
+        return predictor.predict(self._layout(candidate, shapes))
 
     def price_best_placement(self, candidate: Candidate) -> PricedPlan | None:
         """A layout at its fastest placement; None if its axes cannot be placed on the levels."""
@@ -134,15 +159,15 @@ class PlanPricer:
 
     def memory(self, candidate: Candidate) -> MemoryEstimate:
         """Memory of a layout; the same at every placement."""
-        return self._predictor(candidate.schedule.recompute).memory(self._layout(candidate))
+        return self._predictor_of(candidate.schedule).memory(self._layout(candidate))
 
     def memory_by_pp_rank(self, candidate: Candidate) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
-        return self._predictor(candidate.schedule.recompute).memory_by_pp_rank(self._layout(candidate))
+        return self._predictor_of(candidate.schedule).memory_by_pp_rank(self._layout(candidate))
 
     def counts(self, candidate: Candidate, pp_rank: int) -> RankCounts:
         """FLOPs and bytes sent in a step by a rank of this pp rank."""
-        return self._predictor(candidate.schedule.recompute).counts(self._layout(candidate), pp_rank)
+        return self._predictor_of(candidate.schedule).counts(self._layout(candidate), pp_rank)
 
     def lower_bound(
         self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
@@ -161,7 +186,7 @@ class PlanPricer:
             shape.ep,
         )
         network, group_shapes = self._networks.build(sizes, known)
-        predictor = self._relaxed_predictor(schedule.recompute).on(network)
+        predictor = self._relaxed_predictor(*_software_knobs(schedule)).on(network)
         return predictor.predict(self._layout(candidate, group_shapes), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
@@ -172,8 +197,7 @@ class PlanPricer:
         with one stage per rank and no more microbatches than ranks, a slow first rank hides part of that wait, and the
         rest is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
-        recompute: PlanRecompute = schedule.recompute if schedule else "none"
-        model_pass = self._model_pass_time(shape, recompute)
+        model_pass = self._model_pass_time(shape, schedule or self._fastest_schedule)
         even = shape.microbatches * model_pass / shape.pp
         if schedule is None or shape.pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
             return even
@@ -183,14 +207,20 @@ class PlanPricer:
             return max(even, 2 * shape.microbatches * model_pass / (shape.pp + 1))
         return even + (model_pass - model_pass / shape.pp) / schedule.stages_per_rank
 
-    def _model_pass_time(self, shape: ShapeKnobs, recompute: PlanRecompute) -> float:
+    @property
+    def _fastest_schedule(self) -> ScheduleKnobs:
+        """One whose passes through layers no other beats."""
+        return ScheduleKnobs("1f1b", 1, "none", compile=self.request.constraints.allows_compile(True))
+
+    def _model_pass_time(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> float:
         """Lower bound on the seconds of one microbatch through the full model on one rank."""
         sequences = self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
-        key = (shape.tp, shape.cp, shape.ep, sequences, recompute)
+        key = (shape.tp, shape.cp, shape.ep, sequences, *_software_knobs(schedule))
         found = self._passes.get(key)
         if found is None:
             alone = shape._replace(pp=1)
-            candidate = Candidate(alone, ScheduleKnobs("1f1b", 1, recompute), DataKnobs(1, shape.dp, True))
+            plain = schedule._replace(schedule="1f1b", stages_per_rank=1, stage_layers=())
+            candidate = Candidate(alone, plain, DataKnobs(1, shape.dp, True))
             parts = self.lower_bound(candidate, _NO_MEMORY).parts
             found = sum(seconds for name, seconds in parts.items() if name not in _NOT_PASSES) / shape.microbatches
             self._passes[key] = found
@@ -213,8 +243,12 @@ class PlanPricer:
             group_shapes=group_shapes,
         )
 
-    def _new_predictor(self, recompute: PlanRecompute) -> Predictor:
-        request, software = self.request, software_for(self.request, recompute)
+    def _predictor_of(self, schedule: ScheduleKnobs) -> Predictor:
+        return self._predictor(*_software_knobs(schedule))
+
+    def _new_predictor(self, recompute: PlanRecompute, regather_inputs: bool, compiled: bool) -> Predictor:
+        request = self.request
+        software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
         predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
         if self._free_level is not None:
             network = predictor.context.network
@@ -222,3 +256,8 @@ class PlanPricer:
             links[self._free_level] = Link(links[self._free_level].capacity, float("inf"), 0.0)
             return predictor.on(replace(network, links=tuple(links)))
         return predictor
+
+
+def _software_knobs(schedule: ScheduleKnobs) -> tuple[PlanRecompute, bool, bool]:
+    """What of a schedule changes the traits of the software."""
+    return schedule.recompute, schedule.regather_inputs, schedule.compile

@@ -14,9 +14,20 @@ from danlu.spec.problem import suggest_name
 from danlu.spec.recipe import ComputeDtype, Recipe
 from danlu.spec.toml import TomlDocument
 
-KNOBS = (*DENSE_AXES, "ep", "microbatches", "microbatch", "schedule", "virtual", "recompute", "reshard")
+KNOBS = (
+    *DENSE_AXES,
+    "ep",
+    "microbatches",
+    "microbatch",
+    "schedule",
+    "virtual",
+    "recompute",
+    "reshard",
+    "regather",
+    "compile",
+)
 """What a search varies: degrees; microbatches, or sequences per microbatch; schedule and stages per rank; recompute;
-whether gathered parameters are freed after the forward pass."""
+whether gathered parameters, and inputs that `tp` gathered, are freed after the forward pass; `compile`, if asked."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 """Schedules searched. `gpipe` is skipped: it takes as long as `1f1b` and holds at least as many microbatches."""
 RECOMPUTE_MODES = ("none", "selective", "full")
@@ -53,6 +64,10 @@ class SearchConstraints:
                 raise PlanRequestError(f"{wanted} contradicts --exclude {','.join(sorted(values))}: remove one of them")
         return replace(self, allowed={**self.allowed, **more.allowed})
 
+    def allows_compile(self, compiled: bool) -> bool:
+        """Whether blocks may be compiled, or not: only if `compile` is fixed, since a dry run cannot verify it."""
+        return str(compiled).lower() in self.allowed.get("compile", ("false",))
+
 
 def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -> SearchConstraints:
     """Parse `tp=8,pp=4` and `pp,zbv`; several values of one knob are joined by `|`. `option` is the user's option."""
@@ -86,7 +101,14 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
     return SearchConstraints(fixed, excluded)
 
 
-_NAMED = {"schedule": SEARCHED_SCHEDULES, "recompute": RECOMPUTE_MODES, "reshard": ("true", "false")}
+_BOOLEAN = ("true", "false")
+_NAMED = {
+    "schedule": SEARCHED_SCHEDULES,
+    "recompute": RECOMPUTE_MODES,
+    "reshard": _BOOLEAN,
+    "regather": _BOOLEAN,
+    "compile": _BOOLEAN,
+}
 """Knobs whose values are names."""
 
 

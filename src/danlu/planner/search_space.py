@@ -18,13 +18,17 @@ from danlu.spec.problem import Problem
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
+from danlu.spec.rules.regather import DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.toml import TomlDocument
 
 PlanRecompute = RecomputeMode | RecomputeLayers
 """By layer only for a plan that is given; the search varies the mode of all layers."""
-LIGHTER_ENDS = ((0, 1), (1, 1))
-"""Searched reductions of the first and last stage, in layers: embedding, head and loss cost time and memory too."""
+LIGHTER_ENDS = ((0, 1), (1, 1), (0, 2), (1, 2))
+"""Searched reductions of the first and last stage, in layers: embedding, head and loss cost time and memory too.
+
+The head over 128,256 tokens of an 8B model is as many FLOPs as 2.4 of its layers, of a 405B model as 0.7.
+"""
 
 
 class ShapeKnobs(NamedTuple):
@@ -47,6 +51,10 @@ class ScheduleKnobs(NamedTuple):
     recompute: PlanRecompute
     stage_layers: tuple[int, ...] = ()
     """Of every stage; as even as possible when empty."""
+    regather_inputs: bool = False
+    """Of layers without recompute; only with tensor parallelism."""
+    compile: bool = False
+    """Every block; searched only if it is asked for."""
 
 
 class DataKnobs(NamedTuple):
@@ -80,6 +88,8 @@ class Candidate(NamedTuple):
             microbatches=shape.microbatches,
             pipeline=_pipeline(schedule) if shape.pp > 1 else PipelineConfig(),
             recompute=schedule.recompute,
+            regather_inputs=schedule.regather_inputs,
+            compile=schedule.compile,
             reshard_after_forward=None if self.data.reshard_after_forward == usual else self.data.reshard_after_forward,
         )
 
@@ -88,7 +98,14 @@ def candidate_from_plan(plan: Plan) -> Candidate:
     """The layout of a plan, without its placement on the network."""
     degrees, pipeline = plan.degrees, plan.pipeline
     shape = ShapeKnobs(degrees.pp, degrees.cp, degrees.tp, degrees.ep, degrees.dp, plan.microbatches)
-    schedule = ScheduleKnobs(pipeline.schedule, pipeline.stages_per_rank, plan.recompute, tuple(pipeline.layers))
+    schedule = ScheduleKnobs(
+        pipeline.schedule,
+        pipeline.stages_per_rank,
+        plan.recompute,
+        tuple(pipeline.layers),
+        plan.regather_inputs,
+        plan.compile,
+    )
     return Candidate(shape, schedule, DataKnobs(degrees.replicate, degrees.shard, plan.resolved_reshard_after_forward))
 
 
@@ -137,9 +154,12 @@ class SearchSpace:
             for virtual in STAGES_PER_RANK if schedule in LOOPED_SCHEDULES else (1,):
                 if not allow("virtual", virtual):
                     continue
-                for recompute, layers in product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual)):
-                    knobs = ScheduleKnobs(schedule, virtual, recompute, layers)  # type: ignore[arg-type]
-                    if allow("recompute", recompute) and not self.stage_problem(pp, knobs, False):
+                compiled = [each for each in (False, True) if self.request.constraints.allows_compile(each)]
+                memory = product(RECOMPUTE_MODES, self._stage_layer_counts(pp * virtual), (False, True), compiled)
+                for recompute, *rest in memory:
+                    knobs = ScheduleKnobs(schedule, virtual, recompute, *rest)  # type: ignore[arg-type]
+                    wanted = allow("recompute", recompute) and allow("regather", knobs.regather_inputs)
+                    if wanted and not self.stage_problem(pp, knobs, False):
                         yield knobs
 
     def _stage_layer_counts(self, stages: int) -> list[tuple[int, ...]]:
@@ -154,13 +174,14 @@ class SearchSpace:
 
     def schedules_of(self, shape: ShapeKnobs) -> tuple[ScheduleKnobs, ...]:
         """Every schedule that the microbatches of a shape can fill."""
-        return self._filled(shape.pp, shape.microbatches)
+        return self._filled(shape.pp, shape.microbatches, shape.tp > 1)
 
-    def _filled_schedules(self, pp: int, microbatches: int) -> tuple[ScheduleKnobs, ...]:
+    def _filled_schedules(self, pp: int, microbatches: int, gathers: bool) -> tuple[ScheduleKnobs, ...]:
         return tuple(
             schedule
             for schedule in self.schedules(pp)
-            if not self.microbatch_problem(pp, schedule.schedule, schedule.stages_per_rank, microbatches)
+            if (gathers or not schedule.regather_inputs)
+            and not self.microbatch_problem(pp, schedule.schedule, schedule.stages_per_rank, microbatches)
         )
 
     def data_splits(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> tuple[DataKnobs, ...]:
@@ -230,18 +251,21 @@ class SearchSpace:
         return next((problem for rule in BATCH_RULES for problem in rule(self._recipe, plan)), None)
 
     def _stage_problem(self, pp: int, schedule: ScheduleKnobs, reshards: bool) -> Problem | None:
-        """The first problem that the rules find with a pipeline."""
+        """The first problem that the rules find with a pipeline, its recompute and its gathered inputs."""
+        tp = 2 if schedule.regather_inputs else 1  # whatever it is: shapes without it get no such schedule
         plan = plan_without_file(
             Plan(
-                degrees=Degrees(pp=pp),
+                degrees=Degrees(pp=pp, tp=tp),
                 pipeline=_pipeline(schedule),
                 recompute=schedule.recompute,
+                regather_inputs=schedule.regather_inputs,
+                compile=schedule.compile,
                 reshard_after_forward=reshards,
             )
         )
-        problems = (problem for rule in STAGE_RULES for problem in rule(plan))
-        problem = next(problems, None)
-        return problem or next((found for rule in PIPELINE_RULES for found in rule(self._recipe, plan)), None)
+        problems = (problem for rule in (*STAGE_RULES, *REGATHER_RULES) for problem in rule(plan))
+        rules = (*PIPELINE_RULES, *DECODER_REGATHER_RULES)
+        return next(problems, None) or next((found for rule in rules for found in rule(self._recipe, plan)), None)
 
     def _fill_problem(self, pp: int, schedule: PipelineSchedule, virtual: int, microbatches: int) -> Problem | None:
         """The first problem that the rules find with a number of microbatches."""

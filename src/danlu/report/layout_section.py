@@ -46,6 +46,7 @@ def _degrees(plan: Plan) -> str:
         "schedule": plan.pipeline.schedule if plan.degrees.pp > 1 else "none",
         "recompute": str(plan.recompute),
         "compile": "every block" if plan.compile else "no",
+        "inputs gathered by tp": "gathered again" if plan.regather_inputs else "kept",
         "parameters after forward": "freed (ZeRO-3)" if plan.resolved_reshard_after_forward else "kept (ZeRO-2)",
     }
     return (

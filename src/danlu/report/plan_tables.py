@@ -74,7 +74,8 @@ def comparison_cells(priced: PricedPlan, goodput: Goodput | None) -> dict[str, s
         "layout": degrees_text(priced),
         "schedule": schedule_text(priced),
         "microbatch": f"{priced.microbatch_size} × {shape.microbatches}",
-        "recompute": str(schedule.recompute),
+        "recompute": f"{schedule.recompute}{', regather' if schedule.regather_inputs else ''}"
+        + (", compiled" if schedule.compile else ""),
         "reshard": str(data.reshard_after_forward).lower(),  # as `--fix reshard` has it
         "step": step_text(priced.seconds),
         "tokens/s": count(priced.tokens_per_second),

@@ -133,6 +133,11 @@ class Plan(SpecModel):
 
     If omitted: free them, except in a pipeline, where every microbatch would gather them again.
     """
+    regather_inputs: bool = False
+    """Free what `tp` gathered for a layer's matrices after the forward pass, and gather it again in the backward pass.
+
+    Of layers that recompute nothing: recompute gathers again in any case.
+    """
 
     prediction: PlanPrediction | None = None
     """Predicted time and memory, if the planner made the plan."""
@@ -146,6 +151,12 @@ class Plan(SpecModel):
         """The recompute mode of every layer."""
         recompute = self.recompute
         return recompute.modes(layers) if isinstance(recompute, RecomputeLayers) else (recompute,) * layers
+
+    def regathered_layers(self, layers: int) -> frozenset[int]:
+        """The layers whose gathered inputs are freed after the forward pass, though the layer is not recomputed."""
+        if not self.regather_inputs or self.degrees.tp == 1:
+            return frozenset()
+        return frozenset(layer for layer, mode in enumerate(self.recompute_modes(layers)) if mode == "none")
 
     @property
     def num_stages(self) -> int:

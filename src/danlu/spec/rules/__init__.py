@@ -1,21 +1,24 @@
 """Rules between settings, one small function each, grouped by the files they need."""
 
 from danlu.spec.rules.batch import BATCH_RULES
-from danlu.spec.rules.custom_model import CUSTOM_LAYOUT_RULES
+from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.recipe import DECODER_RECIPE_RULES, SETTING_RULES, precision_module_names
+from danlu.spec.rules.regather import CUSTOM_REGATHER_RULES, DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 
 RECIPE_RULES = (*SETTING_RULES, *DATA_RULES)
 """Rules inside a recipe."""
-PLAN_RULES = (*STAGE_RULES, *MAPPING_RULES)
+PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *MAPPING_RULES)
 """Rules inside a plan."""
 LAYOUT_RULES = BATCH_RULES
 """Rules between a recipe and a plan."""
-DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES)
+DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *DECODER_REGATHER_RULES)
 """The same, where the model is described by its shape."""
+CUSTOM_LAYOUT_RULES = (*CUSTOM_AXIS_RULES, *CUSTOM_REGATHER_RULES)
+"""The same, where the model is a custom module."""
 
 __all__ = [
     "CHIP_RULES",

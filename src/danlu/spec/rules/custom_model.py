@@ -29,4 +29,4 @@ def no_expert_parallelism(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) ->
         )
 
 
-CUSTOM_LAYOUT_RULES: tuple[LayoutRule, ...] = (no_context_parallelism, no_expert_parallelism)
+CUSTOM_AXIS_RULES: tuple[LayoutRule, ...] = (no_context_parallelism, no_expert_parallelism)
