@@ -11,7 +11,7 @@ from rich.table import Table
 
 from danlu.report import formatting
 from danlu.report.chart import Scale, log_ticks
-from validation.published_runs import load_runs, original_values
+from validation.published_runs import load_held_out, load_runs, original_values
 from validation.scores import DENSE, MOE, OTHER_CHIPS, RunComparison, SetScore, Target, ValidationReport
 
 _SIZE = 620
@@ -62,7 +62,7 @@ def validation_json(validation: ValidationReport) -> dict[str, Any]:
             for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True)
         ],
         "changed_values": _changed_values(),
-        "sets": [{"name": score.name, **_set_json(score)} for score in validation.scores],
+        "sets": [{"name": score.name, **_set_json(score)} for score in (*validation.scores, *validation.held_out)],
         "runs": [_run_json(point) for point in validation.points],
     }
 
@@ -88,7 +88,8 @@ def report_figures(validation: ValidationReport) -> dict[str, Any]:
             "regret": max(group.regret for score in validation.scores for group in score.small_groups),
         },
         "changed_values": sum(sum(columns.values()) for columns in _changed_values().values()),
-        "sets": {score.name: _set_json(score) for score in validation.scores},
+        "held_out": sum(score.rows for score in validation.held_out),
+        "sets": {score.name: _set_json(score) for score in (*validation.scores, *validation.held_out)},
     }
 
 
@@ -121,19 +122,19 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _dtypes(validation: ValidationReport, score: SetScore) -> str:
+def _dtypes(score: SetScore) -> str:
     """Precisions of the runs of a set."""
-    return ", ".join(sorted({point.run.dtype for point in validation.points if point.run.set == score.name}))
+    return ", ".join(sorted({run.dtype for run in (*load_runs(), *load_held_out()) if run.set == score.name}))
 
 
 def _sets(validation: ValidationReport) -> Table:
     table = Table("set", "precision", title="Predicted step time against published runs")
     for name in ("runs", "error", "bias", "memory", "error", "OOM", "false fit", "false OOM"):
         table.add_column(name, justify="right")
-    for score in validation.scores:
+    for score in (*validation.scores, *validation.held_out):
         table.add_row(
             score.name,
-            _dtypes(validation, score),
+            _dtypes(score),
             f"{score.rows:,}",
             _percent(score.error),
             f"{100 * score.bias:+.1f} %",
@@ -171,7 +172,7 @@ def _small_groups(scores: Sequence[SetScore]) -> Table:
 
 
 def _bars(validation: ValidationReport) -> Table:
-    table = Table("target", title="Targets, and the same on held-out runs as they were first described")
+    table = Table("target", title="Targets, and the same on development runs as they were first described")
     for name in ("measured", "limit", "", "first values", "first columns"):
         table.add_column(name, justify="right")
     for bar, first, bare in zip(validation.bars, validation.first_values, validation.first_columns, strict=True):
@@ -309,12 +310,12 @@ def _set_rows(validation: ValidationReport) -> str:
     rows = [
         (
             score.name,
-            _dtypes(validation, score),
+            _dtypes(score),
             f"{score.rows:,}",
             _percent(score.error),
             f"{100 * score.bias:+.1f} %",
         )
-        for score in validation.scores
+        for score in (*validation.scores, *validation.held_out)
     ]
     return _table(("set", "precision", "runs", "error", "bias"), rows)
 

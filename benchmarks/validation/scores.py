@@ -253,6 +253,8 @@ def _bars(by_set: dict[str, list[RunComparison]], scores: Sequence[SetScore]) ->
 
     groups = [group for score in scores if not score.is_fit_set for group in score.groups]
     pairs = sum(group.pairs for group in groups)
+    weighed = [score for score in scores if score.memory_rows and not score.is_fit_set]
+    memory = sum(score.memory_error * score.memory_rows for score in weighed)
     return [
         Target(name="FSDP on clusters", value=error(["fsdp-clusters"]), limit=3.5),
         Target(name="dense", value=error(DENSE), limit=7.5),
@@ -273,6 +275,7 @@ def _bars(by_set: dict[str, list[RunComparison]], scores: Sequence[SetScore]) ->
             unit="",
         ),
         Target(name="regret, mean", value=100 * float(np.mean([group.regret for group in groups])), limit=1),
+        Target(name="memory", value=100 * memory / sum(score.memory_rows for score in weighed), limit=5),
         Target(name="memory beyond the default reserve", value=100 * _overrun(by_set), limit=5),
         Target(name="said to fit, did not", value=sum(of[name].false_fits for name in OOM_SETS), limit=0, unit=""),
         Target(
