@@ -19,7 +19,7 @@ from danlu.planner.search import SearchFunction
 from danlu.planner.ties import TIE_WIDTH, tie_limit
 from danlu.planner.what_if import apply_what_if, least_memory_layout, sweep_sequence_length
 from danlu.report import plan_tables as tables
-from danlu.report.plan_confidence import band_text, step_text, ways_to_tell_apart, width_text
+from danlu.report.plan_confidence import band_text, fit_chance_text, step_text, ways_to_tell_apart, width_text
 from danlu.report.terminal import Console
 from danlu.spec import toml
 from danlu.spec.load import read_plan
@@ -69,8 +69,16 @@ def explain_no_fit(result: SearchResult) -> str:
         f"({tables.degrees_text(result.least_memory)}) needs "
         f"{tables.format_gb(result.least_memory.peak_bytes)} per chip, "
         f"{tables.format_gb(over)} more than the {tables.format_gb(request.usable_memory)} available: "
-        f"{_more_chips(request)}, a shorter sequence, or a chip with more memory"
+        f"{_more_chips(request)}, {_less_reserve(result.least_memory)}a shorter sequence, or a chip with more memory"
     )
+
+
+def _less_reserve(leanest: PricedPlan) -> str:
+    """The reserve with which a layout fits, and what that risks; empty if the chip is too small for it."""
+    free = 1 - leanest.peak_bytes / leanest.request.cluster.chip.memory
+    if free < 0:
+        return ""
+    return f"--reserve {int(100 * free) / 100:g} (a chance of {fit_chance_text(leanest.fit_chance)} to fit), "
 
 
 def _more_chips(request: PlanRequest) -> str:
