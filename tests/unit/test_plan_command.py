@@ -50,12 +50,24 @@ def test_says_why_nothing_fits_and_why_not() -> None:
     code, _, said = _run("recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "8")
     assert code == 2
     assert "nothing fits 8 chips" in said
+    assert "--reserve" not in said  # a model that is too big by far
     code, shown, _ = _run(*SMALL, "--why-not", "recompute=full")
     assert code == 0
     assert "slower than best" in shown
     code, shown, _ = _run(*SMALL, "--why-not", "recompute=none,microbatch=8")
     assert code == 0
     assert "nothing fits" in shown
+
+
+def test_what_fits_with_less_memory_kept_free_is_told_with_its_chance() -> None:
+    asked = ("recipes/llama3-70b.toml", "--cluster", "h100-pod", "--chips", "16", "--fix", "tp=8,cp=2,pp=1")
+    code, _, said = _run(*asked)
+    assert code == 2 and "nothing fits 16 chips" in said
+    chance = said.partition("--reserve 0 (a chance of ")[2].partition(" %")[0]
+    code, shown, said = _run(*asked, "--reserve", "0", "--json")
+    assert code == 0, said
+    answer = json.loads(shown)["best"][0]
+    assert f"{100 * answer['fit_chance']:.0f}" == chance and 0 < answer["fit_chance"] < 0.9
 
 
 def test_compares_an_own_plan_and_refuses_a_broken_one(tmp_path: Path) -> None:

@@ -145,6 +145,11 @@ def test_how_many_chips_would_do_is_said() -> None:
     assert "--chips 16" in said or "--chips 32" in said
 
 
+def test_a_question_may_narrow_what_is_fixed() -> None:
+    both = parse_constraints("tp=1|2,pp=4").joined(parse_constraints("tp=2|4", option="--why-not"), "--why-not")
+    assert both.allowed == {"tp": {"2"}, "pp": {"4"}}
+
+
 def test_the_option_that_was_written_is_the_one_that_is_named() -> None:
     with pytest.raises(PlanRequestError, match="--why-not: tp has no value"):
         parse_constraints("tp", option="--why-not")

@@ -14,7 +14,7 @@ from danlu.planner import PlanRequest, PricedPlan, parse_constraints, search
 from danlu.planner.explain import Explainer, level_costs
 from danlu.planner.pricing import PlanPricer
 from danlu.planner.search_space import SearchSpace
-from danlu.planner.ties import TIE_WIDTH, axes_in_use, is_tie, simplest_first
+from danlu.planner.ties import TIE_WIDTH, axes_in_use, simplest_first
 from danlu.report.plan_confidence import row_labels, shown_plans, tie_text
 from danlu.report.plan_page import plan_page
 from danlu.report.plan_tables import result_json
@@ -82,11 +82,6 @@ def test_axes_in_use_are_those_with_more_than_one_rank() -> None:
     assert axes("shard=8") == axes("replicate=8") == 1
     assert axes("replicate=2,shard=4") == axes("shard=4,tp=2") == 2
     assert axes("pp=2,tp=2,shard=2") == 3
-
-
-def test_two_times_tie_up_to_the_width_and_no_further() -> None:
-    assert is_tie(10.0, 10.0 * (1 + TIE_WIDTH)) and is_tie(10.0 * (1 + TIE_WIDTH), 10.0)
-    assert not is_tie(10.0, 10.001 * (1 + TIE_WIDTH))
 
 
 def test_a_limit_bounds_the_tie_too() -> None:

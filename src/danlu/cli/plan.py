@@ -1,22 +1,15 @@
 """`danlu plan`: finds the fastest layout that fits, and explains it, before anything starts."""
 
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from danlu.cli.option_rules import OptionCheckingCommand
-from danlu.report.terminal import Console
 from danlu.spec.load import load_cluster, load_recipe
 from danlu.spec.problem import expected_from, format_value
 from danlu.spec.quantity import IN_FILE, Mtbf
-
-if TYPE_CHECKING:
-    from danlu.planner import PlanRequest, SearchResult
-
 
 DEFAULT_VERIFY = 2
 """Layouts that `--verify` dry-runs by default: the best, and the next in case the best is rejected."""
@@ -92,6 +85,7 @@ def plan(
     proposed. Times are predictions, with the error of published runs like yours; docs/planner-truth.md has them all.
     """
     from danlu.cli import plan_modes as modes
+    from danlu.cli.plan_progress import search_with_progress
     from danlu.planner import PlanRequest, PlanRequestError, parse_constraints
     from danlu.planner.fit_chance import default_reserve
 
@@ -112,7 +106,7 @@ def plan(
                 "predicted; omit --mtbf, or add a tier to the cluster's file"
             )
         context = modes.PlanContext(
-            request=request, mtbf=between_failures, search_function=_search_with_progress, as_json=as_json
+            request=request, mtbf=between_failures, search_function=search_with_progress, as_json=as_json
         )
         if why_not:
             modes.show_why_not(context, why_not)
@@ -121,7 +115,9 @@ def plan(
         elif compare is not None:
             modes.show_comparison(context, compare)
         elif days is not None:
-            modes.show_deadline(context, days, tokens)
+            from danlu.cli.plan_deadline import show_deadline
+
+            show_deadline(context, days, tokens)
         elif longest:
             modes.show_longest_sequence(context)
         elif leanest:
@@ -146,23 +142,3 @@ def _seconds(text: str) -> float | None:
         return TypeAdapter(Mtbf).validate_python(text, context={IN_FILE: True})
     except ValidationError as error:
         raise PlanRequestError(f"--mtbf: is {format_value(text)}, but must be {expected_from(error)}") from None
-
-
-def _search_with_progress(
-    request: "PlanRequest", shown: int, *, within: float = inf, tie_width: float | None = None
-) -> "SearchResult":
-    """Search with a progress bar on stderr; it shows how much of the proof is done."""
-    from danlu.planner import search
-    from danlu.planner.ties import TIE_WIDTH
-
-    errors = Console(stderr=True)
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True)
-    with bar:
-        task = bar.add_task(f"{request.chips:,} chips", total=1.0)
-
-        def report_progress(share: float, opened: int) -> None:
-            words = "listing layouts" if share == 0 else "proving the best"
-            bar.update(task, completed=min(1.0, share), description=f"{request.chips:,} chips, {words}: {opened:,}")
-
-        width = TIE_WIDTH if tie_width is None else tie_width
-        return search(request, shown, report_progress, within, tie_width=width)

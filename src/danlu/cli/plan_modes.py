@@ -12,7 +12,6 @@ from rich.text import Text
 
 from danlu.cli.browser import open_in_browser
 from danlu.planner import PlanRequest, PlanRequestError, PricedPlan, SearchResult, parse_constraints, price_plan
-from danlu.planner.deadline import EVERY_NODE_COUNT_UP_TO, DeadlineResult, fewest_chips, training_days
 from danlu.planner.explain import PART_LABELS, Explainer, level_costs
 from danlu.planner.goodput import Goodput, goodput
 from danlu.planner.infeasible import chips_needed, explain_infeasible
@@ -20,16 +19,13 @@ from danlu.planner.search import SearchFunction
 from danlu.planner.ties import TIE_WIDTH, tie_limit
 from danlu.planner.what_if import apply_what_if, least_memory_layout, sweep_sequence_length
 from danlu.report import plan_tables as tables
-from danlu.report.formatting import count
-from danlu.report.plan_confidence import band_text, step_text, ways_to_tell_apart, width_text
+from danlu.report.plan_confidence import band_text, fit_chance_text, step_text, ways_to_tell_apart, width_text
 from danlu.report.terminal import Console
 from danlu.spec import toml
 from danlu.spec.load import read_plan
 from danlu.spec.problem import SpecError
 from danlu.spec.rank_placement import PlacementError
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
-
-_SCALE = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,16 @@ def explain_no_fit(result: SearchResult) -> str:
         f"({tables.degrees_text(result.least_memory)}) needs "
         f"{tables.format_gb(result.least_memory.peak_bytes)} per chip, "
         f"{tables.format_gb(over)} more than the {tables.format_gb(request.usable_memory)} available: "
-        f"{_more_chips(request)}, a shorter sequence, or a chip with more memory"
+        f"{_more_chips(request)}, {_less_reserve(result.least_memory)}a shorter sequence, or a chip with more memory"
     )
+
+
+def _less_reserve(leanest: PricedPlan) -> str:
+    """The reserve with which a layout fits, and what that risks; empty if the chip is too small for it."""
+    free = 1 - leanest.peak_bytes / leanest.request.cluster.chip.memory
+    if free < 0:
+        return ""
+    return f"--reserve {int(100 * free) / 100:g} (a chance of {fit_chance_text(leanest.fit_chance)} to fit), "
 
 
 def _more_chips(request: PlanRequest) -> str:
@@ -167,43 +171,6 @@ def show_comparison(context: PlanContext, path: Path) -> None:
     _side_by_side(replace(context, request=request), rows, result.best[0].seconds)
 
 
-def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
-    """The fewest chips that meet a deadline."""
-    recipe = context.request.recipe
-    wanted = _tokens(tokens) if tokens else float(recipe.steps * recipe.batch.tokens)
-    found = fewest_chips(context.request, wanted, days, context.search_function, context.mtbf)
-    value: dict[str, Any] = {"tokens": wanted, "days": days, "tried": dict(found.tried_chips), "best": None}
-    late = _late_words(context.request, found)
-    if found.result is None:
-        words = f"{count(wanted)} tokens do not finish within {days:g} days on {context.request.chips:,} chips or fewer"
-        context.show(Text(f"{words}: {late}."), value)
-        raise typer.Exit(1)
-    chosen = found.result.answer
-    expected = goodput(chosen.request, context.mtbf)
-    taken = training_days(chosen, wanted, context.mtbf)
-    words = (
-        f"{count(wanted)} tokens in {days:g} days need {chosen.request.chips:,} chips: finished in {taken:.1f} days"
-        f"{', failures included' if expected else ''}. Fewer are too slow: {late}."
-    )
-    value["best"] = tables.plan_json(chosen, expected)
-    table = tables.side_by_side([("1", chosen)], expected)
-    context.show(tables.with_header(chosen, Text(words), Text(), table, Text(), Text(band_text(chosen))), value)
-
-
-def _late_words(request: PlanRequest, found: DeadlineResult) -> str:
-    """Which smaller numbers of chips were searched, and which could be skipped."""
-    per_node, late = request.cluster.chips_per_node, [chips for chips, days in found.tried_chips if days is None]
-    words = f"fewer than {found.lower_bound_chips:,} chips could not finish even at peak FLOP/s"
-    if late:
-        step = (
-            "every number"
-            if late[-1] <= EVERY_NODE_COUNT_UP_TO * per_node
-            else f"every number up to {EVERY_NODE_COUNT_UP_TO}, and some above,"
-        )
-        words = f"{step} of nodes with {late[0]:,} to {late[-1]:,} chips was searched, and {words}"
-    return words
-
-
 def show_longest_sequence(context: PlanContext) -> None:
     """The longest sequences that fit."""
     found = sweep_sequence_length(context.request, context.search_function)
@@ -258,15 +225,6 @@ def _differences(first: str, one: PricedPlan, second: str, other: PricedPlan) ->
     for name, priced in ((first, one), (second, other)):
         lines.append(f"  {name}: {tables.placement_text(priced)}")
     return lines
-
-
-def _tokens(text: str) -> float:
-    scale = _SCALE.get(text[-1:], 1.0)
-    number = text[:-1] if text[-1:] in _SCALE else text
-    try:
-        return float(number) * scale
-    except ValueError:
-        raise PlanRequestError(f'--tokens: "{text}" must be a number such as 15T or 300B') from None
 
 
 def write_text(path: Path, text: str) -> None:

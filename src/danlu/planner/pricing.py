@@ -17,7 +17,9 @@ from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEn
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, ScheduleKnobs, ShapeKnobs
+from danlu.spec.divisors import divisors
 from danlu.spec.plan import Plan
+from danlu.spec.rank_placement import ranks_per_node
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NO_MEMORY = MemoryEstimate(
@@ -125,9 +127,21 @@ class PlanPricer:
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._passes: dict[tuple[object, ...], float] = {}
+        self._full_batches: dict[tuple[int, int, int, int], float] = {}
         self._networks = RelaxedNetworkBuilder(
             self._predictor("none", False, False).context.network, request.chips, request.cluster
         )
+
+    def for_chips(self, chips: int) -> "PlanPricer":
+        """The same for another number of chips; both remember each other's bounds where these are the same.
+
+        The bounds of layers and passes depend on the ranks of a node, and not on the number of nodes.
+        """
+        request, cluster = replace(self.request, chips=chips), self.request.cluster
+        other = PlanPricer(request, self._free_level)
+        if ranks_per_node(chips, cluster) == ranks_per_node(self.request.chips, cluster):
+            other._passes, other._full_batches = self._passes, self._full_batches
+        return other
 
     def price(self, candidate: Candidate, placement: MeshPlacement, memory: MemoryEstimate | None = None) -> PricedPlan:
         """Time and memory of a placed layout; pass `memory` if it is known from another placement."""
@@ -211,6 +225,17 @@ class PlanPricer:
     def _fastest_schedule(self) -> ScheduleKnobs:
         """One whose passes through layers no other beats."""
         return ScheduleKnobs("1f1b", 1, "none", compile=self.request.constraints.allows_compile(True))
+
+    def degrees_lower_bound(self, shape: ShapeKnobs) -> float:
+        """Lower bound in seconds for all layouts with these degrees, at any number of microbatches."""
+        key = (shape.cp, shape.tp, shape.ep, shape.dp)
+        found = self._full_batches.get(key)
+        if found is None:
+            held = self.request.recipe.batch.sequences // shape.dp
+            numbers = (shape._replace(pp=1, microbatches=number) for number in divisors(held))
+            found = min(self.shape_lower_bound(one, None) for one in numbers)
+            self._full_batches[key] = found
+        return found / shape.pp
 
     def _model_pass_time(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> float:
         """Lower bound on the seconds of one microbatch through the full model on one rank."""

@@ -53,16 +53,18 @@ class SearchConstraints:
 
     def joined(self, more: "SearchConstraints", option: str) -> "SearchConstraints":
         """Both together; raises `PlanRequestError` where `option` contradicts what is fixed or excluded already."""
+        both = dict(self.allowed)
         for knob, values in more.allowed.items():
             wanted = f"{option} {knob}={'|'.join(sorted(values, key=_as_number))}"
-            if knob in self.allowed:
+            both[knob] = values & self.allowed.get(knob, values)
+            if not both[knob]:
                 held = "|".join(sorted(self.allowed[knob], key=_as_number))
                 raise PlanRequestError(
                     f"{wanted} contradicts --fix or --exclude, which hold {knob}={held}: remove {knob} from one of them"
                 )
             if values <= self.excluded.get(knob, frozenset()):
                 raise PlanRequestError(f"{wanted} contradicts --exclude {','.join(sorted(values))}: remove one of them")
-        return replace(self, allowed={**self.allowed, **more.allowed})
+        return replace(self, allowed=both)
 
     def allows_compile(self, compiled: bool) -> bool:
         """Whether blocks may be compiled, or not: only if `compile` is fixed, since a dry run cannot verify it."""

@@ -38,7 +38,7 @@ class SearchResult:
     tie_width: float
     """How much slower than the fastest a layout may be and still tie with it."""
     layouts_searched: int
-    """Size of the search space, without placements on the network."""
+    """Size of the search space, without placements on the network; 0 with `within`, where they are not counted."""
     priced: int
     """Placed layouts that were priced exactly; all others were pruned by a bound."""
     seconds: float
@@ -72,7 +72,13 @@ class SearchFunction(Protocol):
     """`search` with its progress shown."""
 
     def __call__(
-        self, request: PlanRequest, shown: int, *, within: float = inf, tie_width: float = TIE_WIDTH
+        self,
+        request: PlanRequest,
+        shown: int,
+        *,
+        within: float = inf,
+        tie_width: float = TIE_WIDTH,
+        pricer: PlanPricer | None = None,
     ) -> SearchResult:
         """Find the `shown` fastest layouts whose step takes at most `within` seconds, and all that tie."""
         ...
@@ -85,13 +91,15 @@ def search(
     within: float = inf,
     *,
     tie_width: float = TIE_WIDTH,
+    pricer: PlanPricer | None = None,
 ) -> SearchResult:
     """Find the fastest layouts that fit, with the proof that there is no faster one, and all that tie with the fastest.
 
     With `within`, only those whose step takes at most that many seconds; if there is none, the search ends early. With
-    a `tie_width` of 0 only equal times tie, and the answer is the fastest.
+    a `tie_width` of 0 only equal times tie, and the answer is the fastest. A `pricer` of the same request saves what it
+    remembers of searches before.
     """
-    return _Search(request, shown, progress, within, tie_width).run()
+    return _Search(pricer or PlanPricer(request), shown, progress, within, tie_width).run()
 
 
 def search_exhaustively(request: PlanRequest) -> PricedPlan | None:
@@ -119,11 +127,11 @@ _Item = tuple[float, int, tuple[object, ...], int, object]
 
 class _Search:
     def __init__(
-        self, request: PlanRequest, shown: int, progress: ProgressCallback | None, within: float, tie_width: float
+        self, pricer: PlanPricer, shown: int, progress: ProgressCallback | None, within: float, tie_width: float
     ) -> None:
-        self.request, self.shown, self.progress = request, shown, progress
+        self.request, self.shown, self.progress = pricer.request, shown, progress
         self.within, self.tie_width = within, tie_width
-        self.space, self.pricer = SearchSpace(request), PlanPricer(request)
+        self.space, self.pricer = SearchSpace(pricer.request), pricer
         self.heap: list[_Item] = []
         self.order = count()
         self.best: list[PricedPlan] = []
@@ -176,10 +184,14 @@ class _Search:
 
     def _push_roots(self) -> None:
         for shape in self.space.shapes():
-            self.layouts += sum(
-                len(self.space.data_splits(shape, schedule)) for schedule in self.space.schedules_of(shape)
-            )
-            self._push(self.pricer.shape_lower_bound(shape, None), shape)
+            bound = self.pricer.shape_lower_bound(shape, None)
+            if bound > self.within:
+                continue
+            if self.within == inf:  # else only a few are looked at, and counting all takes longer than that
+                self.layouts += sum(
+                    len(self.space.data_splits(shape, schedule)) for schedule in self.space.schedules_of(shape)
+                )
+            self._push(bound, shape)
 
     def _open_shape(self, bound: float, shape: ShapeKnobs) -> None:
         for schedule in self.space.schedules_of(shape):
@@ -199,14 +211,20 @@ class _Search:
                 self._push(max(bound, self.pricer.lower_bound(candidate, memory).seconds), candidate)
 
     def _fewest_microbatches(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> int:
-        """The fewest microbatches that can fit; the most sharded layout takes the least memory.
+        """The fewest microbatches that fill the pipeline and can fit; the most sharded layout takes the least memory.
 
         They are tried one by one: with a single microbatch gradients appear only as activations are freed, so that two
-        can take more memory than one.
+        can take more memory than one. Of two and more, each more takes less; so if neither the fewest nor the most fit,
+        none does.
         """
         key = (shape, schedule)
         if key not in self.fewest:
-            numbers = self.space.microbatches(shape)
+            virtual = schedule.stages_per_rank
+            numbers = [
+                number
+                for number in self.space.microbatches(shape)
+                if not self.space.microbatch_problem(shape.pp, schedule.schedule, virtual, number)
+            ]
 
             def fits(number: int) -> bool:
                 some = self.space.most_sharded(shape._replace(microbatches=number), schedule)
@@ -215,7 +233,8 @@ class _Search:
                     self.least_memory = taken, candidate
                 return taken <= self.request.usable_memory
 
-            self.fewest[key] = next((number for number in numbers if fits(number)), numbers[-1] + 1)
+            some_fit = fits(numbers[-1]) or fits(numbers[0])
+            self.fewest[key] = next(filter(fits, numbers)) if some_fit else numbers[-1] + 1
         return self.fewest[key]
 
     def _open_candidate(self, bound: float, candidate: Candidate) -> None:

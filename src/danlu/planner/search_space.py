@@ -126,8 +126,13 @@ class SearchSpace:
 
     def shapes(self) -> Iterator[ShapeKnobs]:
         """Every way to shard matrices, sequences, layers, experts and the batch."""
-        request, allow = self.request, self.request.constraints.allows
-        world, sequences = request.chips, request.recipe.batch.sequences
+        for shape in self.degree_shapes(self.request.chips):
+            for number in self.microbatches(shape):
+                yield shape._replace(microbatches=number)
+
+    def degree_shapes(self, world: int) -> Iterator[ShapeKnobs]:
+        """The same for any number of ranks, with one microbatch."""
+        allow, sequences = self.request.constraints.allows, self.request.recipe.batch.sequences
         for tp in divisors(world):
             if not allow("tp", tp) or self.shape_problem(tp, 1, 1, 1):
                 continue
@@ -139,13 +144,13 @@ class SearchSpace:
                     if not allow("pp", pp) or sequences % dp or not self.schedules(pp):
                         continue
                     for ep in self._expert_degrees(dp, cp, tp):
-                        shape = ShapeKnobs(pp, cp, tp, ep, dp, 1)
-                        for number in self.microbatches(shape):
-                            yield shape._replace(microbatches=number)
+                        yield ShapeKnobs(pp, cp, tp, ep, dp, 1)
 
     def _schedules(self, pp: int) -> Iterator[ScheduleKnobs]:
         """Every schedule for this many pipeline ranks, with every recompute mode."""
         allow, fixed = self.request.constraints.allows, self.request.constraints.allowed
+        if pp > self.request.model.layers:
+            return  # the rules say so too, of every schedule, at a millisecond each
         for schedule in SEARCHED_SCHEDULES if pp > 1 else ("1f1b",):
             if pp > 1 and not allow("schedule", schedule):
                 continue

@@ -24,11 +24,6 @@ def tie_limit(fastest: float, width: float = TIE_WIDTH) -> float:
     return fastest * (1 + width)
 
 
-def is_tie(one: float, other: float, width: float = TIE_WIDTH) -> bool:
-    """Whether two predicted step times are too close to call."""
-    return max(one, other) <= tie_limit(min(one, other), width)
-
-
 def axes_in_use(candidate: Candidate) -> int:
     """Parallel axes with more than one rank."""
     (pp, cp, tp, ep, _, _), _, (replicate, shard, _) = candidate

@@ -77,7 +77,8 @@ def width_text(width: float) -> str:
 
 def ways_to_tell_apart(request: PlanRequest, layouts: int) -> list[str]:
     """What would show which of several tied layouts is best."""
-    verify = f"`danlu plan --verify {min(layouts, MAX_VERIFY)}` (dry runs of them)"
+    chips = f"--chips {request.chips} " if request.chips < request.cluster.chips else ""
+    verify = f"`danlu plan {chips}--verify {min(layouts, MAX_VERIFY)}` (dry runs of them)"
     if request.cluster.chip.operators:  # this machine has been measured already
         return [verify, "a few steps of each with `danlu train`"]
     return [verify, "`danlu probe` on the machine, and --cluster with its file"]

@@ -12,11 +12,12 @@ from danlu.planner.verify import FigureComparison, LayoutVerification
 from danlu.report.formatting import MISSING, duration
 from danlu.report.plan_confidence import step_text
 from danlu.report.plan_tables import degrees_text, plan_json, schedule_text
+from danlu.report.precision_text import describe_question
 
 
 def verification_view(found: Sequence[LayoutVerification], chosen: LayoutVerification | None) -> RenderableType:
     """Every layout with prediction and dry run, its verdict, and which one is proposed."""
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [Text(describe_question(found[0].priced_plan.request)), Text()]
     for number, each in enumerate(found, start=1):
         parts += [_table(number, each), Text(f"{number} {each.verdict}", style="red" if each.is_refused else "")]
         parts += [*(Text(note) for note in each.notes), Text()]
