@@ -21,11 +21,11 @@ def something_is_gathered(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
 
 
 def regathered_inputs_are_not_compiled(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """A compiler decides by itself what a block keeps, and merges two equal gathers."""
+    """PyTorch 2.13's compiler fails on the function that gathers again: it cannot trace the gradient of `to_local`."""
     if plan.value.regather_inputs and plan.value.compile:
         yield plan.problem(
             "regather_inputs",
-            "is true, but `compile` is too: the compiler would merge both gathers and keep the result",
+            "is true, but `compile` is too, and torch's compiler cannot trace the function that gathers again",
             "regather_inputs = false, or compile = false",
         )
 
