@@ -330,6 +330,14 @@ def around_sharding_propagation(begin: Callable[[], None], end: Callable[[], Non
         setattr(owner, name, propagate)
 
 
+def is_gradient_wanted(node: Any) -> bool:
+    """Whether the backward pass that runs continues to a node; `needs_input_grad` of a function knows only a full one.
+
+    A pipeline that splits its backward pass asks for the gradients of inputs first, and of weights later.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def is_backward_running() -> bool:
     """Whether autograd's engine runs in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

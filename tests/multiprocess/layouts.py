@@ -130,6 +130,17 @@ def _layouts() -> list[Layout]:
     dense("tp, regathered", tp=2, regather_inputs=True)
     gpt("tp, regathered", tp=2, regather_inputs=True)
     dense("fsdp × tp, regathered", shard=2, tp=2, regather_inputs=True)
+    dense("tp × zbv, regathered", tp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2, regather_inputs=True)
+    gpt(
+        "fsdp × tp × zero-bubble, regathered",
+        shard=2,
+        tp=2,
+        pp=2,
+        microbatches=4,
+        schedule="zero-bubble",
+        per_rank=2,
+        regather_inputs=True,
+    )
     moe(
         "fsdp × tp × 1f1b, shared expert, regathered",
         {"shared": 1},

@@ -203,7 +203,6 @@ CONTRADICTIONS = {
     ),
     "regather-without-tp": _plan("shard = 2", "regather_inputs = true"),
     "regather-compiled": _plan("tp = 2", "regather_inputs = true\ncompile = true"),
-    "regather-split-backward": _plan("pp = 2\ntp = 2", f"regather_inputs = true\n{ZERO_BUBBLE}"),
     "regather-recomputed": _plan("tp = 2", 'regather_inputs = true\nrecompute = "selective"'),
     "recompute-unknown-layer": _plan("shard = 2", 'recompute = {full = "0-1", selective = "2-9"}'),
     "pipeline-ignored": _plan("shard = 2", 'pipeline = {schedule = "zbv", stages_per_rank = 2, layers = [2, 2]}'),

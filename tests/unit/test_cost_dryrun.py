@@ -39,6 +39,11 @@ DENSE = {
     "1f1b × tp, by layer": (plan(pp=2, shard=2, tp=2, microbatches=4, recompute=RecomputeLayers(full="2-5")), 8),
     "fsdp × tp, regathered": (plan(shard=2, tp=8, microbatches=2, regather_inputs=True), 8),
     "1f1b × tp, regathered": (plan(pp=2, shard=2, tp=4, microbatches=4, regather_inputs=True), 8),
+    "zbv × tp, regathered": (plan("zbv", 2, pp=2, tp=4, shard=2, microbatches=4, regather_inputs=True), 8),
+    "zero-bubble × tp, regathered": (
+        plan("zero-bubble", 2, pp=4, tp=2, shard=2, microbatches=8, regather_inputs=True),
+        16,
+    ),
     "1f1b × tp, by layer, regathered": (
         plan(pp=2, shard=2, tp=2, microbatches=4, recompute=RecomputeLayers(full="2-5"), regather_inputs=True),
         8,
@@ -75,7 +80,7 @@ IN_FULL = {
     "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
 }
 """Computed in fp32, as on a CPU."""
-QUICK = {"fsdp × tp, regathered"} | {
+QUICK = {"fsdp × tp, regathered", "zbv × tp, regathered"} | {
     "fsdp",
     "1f1b × cp × tp, recomputed",
     "zbv × tp",

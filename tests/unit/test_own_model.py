@@ -15,6 +15,7 @@ from danlu.framework.custom.module_structure import find_layers
 from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.weights import load_weights, open_weights
 from danlu.memory.recompute import RecomputeRegion, apply_recompute
+from danlu.spec.check import load_run_spec
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.problem import SpecError
@@ -208,3 +209,11 @@ def test_a_misspelt_setting_of_an_own_model_is_found(tmp_path: Path) -> None:
     )
     with pytest.raises(SpecError, match=r"recipe.toml:4: model.factry: is not a setting\n.*did you mean `factory`"):
         load_recipe(file)
+
+
+def test_inputs_that_are_not_gathered_cannot_be_gathered_again() -> None:
+    """The hidden states of a custom model are replicated over `tp`."""
+    model = own("Chain", tensor={"layers.*.up": "column", "layers.*.down": "row"})
+    with pytest.raises(SpecError, match=r"regather_inputs: is true, but the hidden states of a custom model"):
+        load_run_spec(recipe(model), TENSOR.model_copy(update={"regather_inputs": True}))
+    load_run_spec(recipe(model), TENSOR)

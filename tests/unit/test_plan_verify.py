@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from danlu.cli.app import app
 from danlu.dryrun.dry_run import dry_run_ranks
-from danlu.planner import search
+from danlu.planner import price_plan, search
 from danlu.planner.verify import LayoutVerification, first_accepted, pp_ranks_to_run, verify_layout
 from danlu.report.plan_verify_tables import verification_json, verification_view
 from danlu.spec.trace import DryRun
@@ -103,3 +103,16 @@ def test_without_a_number_the_two_best_are_run(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["plan", str(recipe), *asked, "--verify", "-1"])
     assert refused.exit_code == 2
     assert "--verify" in refused.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.compile. is true")
+def test_compiled_blocks_are_compared_as_the_dry_run_runs_them(found: tuple[LayoutVerification, DryRun]) -> None:
+    """Eagerly; the memory of the device is smaller by what a compiler saves."""
+    one, run = found
+    candidate = one.priced_plan.candidate
+    schedule = candidate.schedule._replace(compile=True, regather_inputs=False)
+    compiled = price_plan(one.priced_plan.request, candidate._replace(schedule=schedule).plan())
+    same = verify_layout(compiled, run)
+    assert [line.ratio for line in same.figures] == [line.ratio for line in one.figures]
+    assert same.device_bytes < one.device_bytes
+    assert same.device_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)

@@ -189,6 +189,14 @@ def test_compiled_blocks_take_less_time_and_memory_and_are_searched_if_asked() -
     assert search(wanted, shown=1).best[0].plan.compile
 
 
+def test_a_compiler_never_costs_time() -> None:
+    """Also where little is left to fuse: learned positions, one activation without a gate."""
+    gpt = DENSE.model_copy(update={"position": "learned", "activation": "gelu", "norm": "layer", "kv_heads": 0})
+    asked = question(gpt, chips=8)
+    eager, compiled = (price_plan(asked, Plan(degrees=Degrees(shard=8), compile=each)) for each in (False, True))
+    assert compiled.seconds <= eager.seconds and compiled.peak_bytes <= eager.peak_bytes
+
+
 def test_inputs_are_gathered_again_where_that_makes_a_layout_fit() -> None:
     """Kept inputs are faster, so a search proposes the second gather only where it is needed."""
     fix = "tp=4,shard=2,pp=1,cp=1,recompute=none,microbatch=4,reshard=true"

@@ -197,12 +197,13 @@ class _LayerTimer:
         """Bytes through memory outside matmuls and attention, forward and backward."""
         overheads, shape, shard = self.overheads, self.shape, self.shard
         dispatch, size = overheads.dispatch_bytes_moved, self.device.element_bytes
+        fused, traffic = self.software.fused_grouped_gemm, overheads.elementwise_traffic
+        moved = layer.moved_bytes(shard, self.moe, traffic, dispatch, fused)
+        forward, backward = (each * size / 2 for each in moved)
         if self.software.eager:
-            forward, backward = layer.eager_moved_bytes(shard, self.moe, size, dispatch)
-        else:
-            fused, traffic = self.software.fused_grouped_gemm, overheads.elementwise_traffic
-            moved = layer.moved_bytes(shard, self.moe, traffic, dispatch, fused)
-            forward, backward = (each * size / 2 for each in moved)
+            # Never less than fused kernels, whose count has what biases move too.
+            apart = layer.eager_moved_bytes(shard, self.moe, size, dispatch)
+            forward, backward = max(forward, apart[0]), max(backward, apart[1])
         if self.device.uses_fp8:
             # Every input of a linear layer is scaled and cast: read in half, written in fp8, both passes twice.
             casts = 3.0 * shard.tokens * (shape.width * 2 + (shape.mlp_dim + shape.heads * shape.head_dim) / shard.tp)

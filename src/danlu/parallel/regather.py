@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from danlu.torch_compat import is_gradient_wanted
+
 
 def apply_regather(module: nn.Module, columns: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
     """Gather the first input of `module` over `mesh` for its matrices `columns`, sharded by outputs.
@@ -113,7 +115,8 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shard, weight_FD = ctx.saved_tensors
-        of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        needed, edges = ctx.needs_input_grad, ctx.next_functions
+        of_input, of_weight, of_bias = (needed[i] and is_gradient_wanted(edges[i][0]) for i in (0, 2, 3))
         grad_NF = grads[0].flatten(0, -2)
         grad_x = (grad_NF @ weight_FD).unflatten(0, grads[0].shape[:-1]) if of_input else None
         grad_FD = grad_NF.t() @ ctx.regathered.get(shard).flatten(0, -2) if of_weight else None

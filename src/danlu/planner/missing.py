@@ -79,7 +79,7 @@ def _compile(now: _Variation) -> Iterator[MissingFeature]:
     if now.schedule.regather_inputs:
         yield now.gain(
             "compiled blocks that gather inputs again",
-            "a compiler merges both gathers and keeps the result",
+            "torch's compiler cannot trace the function that gathers again",
             eager=False,
         )
         return

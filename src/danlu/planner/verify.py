@@ -98,9 +98,14 @@ def pp_ranks_to_run(priced: PricedPlan) -> tuple[int, ...]:
 
 
 def verify_layout(priced: PricedPlan, run: DryRun) -> LayoutVerification:
-    """Compare the predictions of a layout with the dry run of some of its ranks."""
-    pricer = PlanPricer(priced.request)
-    memories = pricer.memory_by_pp_rank(priced.candidate)
+    """Compare the predictions of a layout with the dry run of some of its ranks.
+
+    A dry run runs compiled blocks eagerly, so the predictions of eager blocks are compared with it; of what they take
+    more, the memory of the device has only the share that is predicted for compiled ones.
+    """
+    pricer, schedule = PlanPricer(priced.request), priced.candidate.schedule
+    candidate = priced.candidate._replace(schedule=schedule._replace(compile=False))
+    memories = pricer.memory_by_pp_rank(candidate)
     by_pp_rank = {trace.place["pp"]: trace for trace in run.traces}
     worst = max(by_pp_rank, key=lambda pp_rank: by_pp_rank[pp_rank].peak.total)
     trace = by_pp_rank[worst]
@@ -110,7 +115,8 @@ def verify_layout(priced: PricedPlan, run: DryRun) -> LayoutVerification:
         )
         for pp_rank in sorted(by_pp_rank)
     )
-    counts = pricer.counts(priced.candidate, worst)
+    counts = pricer.counts(candidate, worst)
+    compiled = pricer.memory_by_pp_rank(priced.candidate)[worst].allocated / memories[worst].allocated
     return LayoutVerification(
         priced_plan=priced,
         pp_rank=worst,
@@ -121,7 +127,7 @@ def verify_layout(priced: PricedPlan, run: DryRun) -> LayoutVerification:
             *_sent(counts.sent, trace, _along_all(priced, counts.sent)),
         ),
         pp_rank_peaks=peaks,
-        device_bytes=memories[worst].device_bytes_for(trace.peak.total),
+        device_bytes=memories[worst].device_bytes_for(trace.peak.total * compiled),
         seconds=sum(each.seconds for each in run.traces),
         notes=run.notes,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from danlu.spec.load import ParsedSpec
-from danlu.spec.plan import SPLIT_BACKWARD_SCHEDULES, Plan
+from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem
 from danlu.spec.recipe import Recipe
 from danlu.spec.rules.pipeline import PlanRule
@@ -21,24 +21,12 @@ def something_is_gathered(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
 
 
 def regathered_inputs_are_not_compiled(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """A compiler decides by itself what a block keeps, and merges two equal gathers."""
+    """PyTorch 2.13's compiler fails on the function that gathers again: it cannot trace the gradient of `to_local`."""
     if plan.value.regather_inputs and plan.value.compile:
         yield plan.problem(
             "regather_inputs",
-            "is true, but `compile` is too: the compiler would merge both gathers and keep the result",
+            "is true, but `compile` is too, and torch's compiler cannot trace the function that gathers again",
             "regather_inputs = false, or compile = false",
-        )
-
-
-def split_backward_gathers_once(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Both halves of a split backward pass would gather and multiply again."""
-    value = plan.value
-    if value.regather_inputs and value.degrees.pp > 1 and value.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
-        yield plan.problem(
-            "regather_inputs",
-            f'is true, but the schedule "{value.pipeline.schedule}" splits the backward pass, and each half would '
-            "gather again",
-            'regather_inputs = false, or `schedule = "interleaved"` under [pipeline]',
         )
 
 
@@ -64,10 +52,6 @@ def custom_models_gather_nothing(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Pl
         )
 
 
-REGATHER_RULES: tuple[PlanRule, ...] = (
-    something_is_gathered,
-    regathered_inputs_are_not_compiled,
-    split_backward_gathers_once,
-)
+REGATHER_RULES: tuple[PlanRule, ...] = (something_is_gathered, regathered_inputs_are_not_compiled)
 DECODER_REGATHER_RULES: tuple[LayoutRule, ...] = (some_layer_keeps_its_inputs,)
 CUSTOM_REGATHER_RULES: tuple[LayoutRule, ...] = (custom_models_gather_nothing,)
