@@ -77,6 +77,7 @@ def report_figures(validation: ValidationReport) -> dict[str, Any]:
                 "value": _fraction(bar, bar.value),
                 "limit": _fraction(bar, bar.limit),
                 "at_least": bar.at_least,
+                "unit": bar.unit,
                 "reached": bar.passed,
                 "first_values": _fraction(bar, first.value),
                 "first_columns": _fraction(bar, bare.value),

@@ -13,23 +13,29 @@ DENSE = "recipes/llama3-70b.toml --cluster h100-pod"
 QUESTIONS = [
     (
         "Which layout?",
-        "The fastest that fits, its runners-up, where its time and memory go, and why each neighbor loses. `--output` "
-        "writes the plan, `--open` a page with pictures, `--json` prints JSON.",
+        "The fastest that fits, its runners-up, where its time and memory go, and why each neighbor loses. Rows with "
+        "`=` are a tie: too close for the cost model to call. They are listed simplest first (fewest parallel axes, "
+        "then most free memory), and the first is the answer. The step time has the band of eight of ten published "
+        "runs like yours, and every layout its chance to fit: the share of published runs that would have fit, had "
+        "they been predicted to take as much of the chip. `--output` writes the plan, `--open` a page with pictures, "
+        "`--json` prints JSON.",
         f"danlu plan {DENSE} --chips 256 --output plan.toml",
     ),
     (
         "What fits on fewer chips?",
-        "Or what does not, by how much, and how many chips would be enough.",
+        "Or what does not, by how much, and how many chips would be enough. By default so much memory is kept free "
+        "that 95 % of published runs would have fit; `--reserve` keeps another share. <!-- asserted: "
+        "tests/unit/test_fit_chance.py -->",
         f"danlu plan {DENSE} --chips 16",
     ),
     (
         "Why is this rejected?",
-        "With the message of `danlu check`, and exit code 2.",
+        "With the rule and the message of `danlu check`, and exit code 2. Contradicting options are named, too.",
         f"danlu plan {DENSE} --chips 256 --fix tp=16",
     ),
     (
         "Why not this layout?",
-        "The best layout under a constraint, beside the best of all.",
+        "The fastest layout under a constraint, beside the answer; and whether the two are a tie.",
         f"danlu plan {DENSE} --chips 256 --why-not tp=8,cp=1",
     ),
     (
@@ -40,9 +46,9 @@ QUESTIONS = [
     ("What if chips had more memory?", "", f"danlu plan {DENSE} --chips 256 --what-if 'chip.memory=141 GB'"),
     (
         "How many chips for a deadline?",
-        "The fewest full nodes whose best layout trains this many tokens within this many days, failures included. "
-        "More nodes are not always faster, and some numbers have no layout, so every number of nodes is searched from "
-        "the fewest that could finish at peak FLOP/s: each up to 128 nodes, then in steps of at most 1/64.",
+        "The fewest whole nodes whose best layout trains this many tokens within this many days, failures included. "
+        "More nodes are not always faster, and some numbers have no layout, so every number of nodes is considered: "
+        "lower bounds on the step rule most of them out, the others are searched.",
         "danlu plan recipes/llama3-70b.toml --cluster h100-pod --chips 2048 --days 120 --tokens 2T",
     ),
     ("How good is my own plan?", "", f"danlu plan {DENSE} --compare recipes/plans/llama3-70b-h100.toml"),
@@ -80,7 +86,8 @@ HEAD = """# Plan before you launch
 
 `danlu plan` turns a recipe and a cluster into a plan: the fastest layout, its step time and memory, and why others
 lose. It needs neither the chips nor torch. Times are predictions of the cost model; [its accuracy](../planner-truth.md)
-is measured against published runs. [The planner's page](../rooms/planner.md) lists what is searched and what is proven.
+is measured against published runs, and its error for runs like yours is part of every answer. [The planner's
+page](../rooms/planner.md) lists what is searched and what is proven.
 
 Every result begins with the precision and the chip's peak in it. A recipe without `[precision]` computes in fp32, and
 if the chip is far faster in bf16 a warning says what that costs. Use one mode at a time: options that have no effect

@@ -33,18 +33,29 @@ def parity_layouts(report: Report) -> str:
     return table("layout|ranks:|loss:|norm:|parameters:", rows)
 
 
+def answers(report: Report) -> str:
+    """Layouts that the planner finds, beside published ones."""
+    rows = []
+    for row in report["figures"]["rows"]:
+        cells = []
+        for found in (row["answer"], row["published_here"]):
+            cells += [f"{found['layout']}, recompute {found['recompute']}", f"{found['seconds']:.1f} s"]
+        rows.append([row["question"], *cells, row["published"], f"{row['published_seconds']:.1f} s"])
+    return table("question|Danlu's answer|a step:|the published layout, in Danlu|a step:|published|a step:", rows)
+
+
 def validate_bars(report: Report) -> str:
     """What is asked of predictions."""
     rows = []
     for name, bar in report["figures"]["bars"].items():
         sign = "≥" if bar["at_least"] else "≤"
         values = (bar["value"], bar["first_values"], bar["first_columns"])
-        if bar["at_least"]:
-            (measured, first, bare), asked = (f"{value:.2f}" for value in values), f"{sign} {bar['limit']:g}"
-        elif name.startswith("said"):
-            (measured, first, bare), asked = (f"{value:.0f}" for value in values), f"{sign} {bar['limit']:.0f}"
-        else:
+        if bar["unit"] == "%":
             (measured, first, bare), asked = map(percent, values), f"{sign} {100 * bar['limit']:g} %"
+        elif bar["at_least"]:
+            (measured, first, bare), asked = (f"{value:.2f}" for value in values), f"{sign} {bar['limit']:g}"
+        else:
+            (measured, first, bare), asked = (f"{value:.0f}" for value in values), f"{sign} {bar['limit']:.0f}"
         rows.append([name, first, bare, measured, asked, "reached" if bar["reached"] else "**missed**"])
     return table("target|first values:|first columns:|measured:|limit:|", rows)
 
@@ -187,6 +198,7 @@ MADE: dict[str, Callable[[Report], str]] = {
     "torch.json minors": torch_minors,
     "parity.json layouts": parity_layouts,
     "validate.json bars": validate_bars,
+    "answers.json answers": answers,
     "validate.json sets": validate_sets,
     "validate.json groups": validate_groups,
     "plan_truth.json machine": plan_truth_rows("machine"),
