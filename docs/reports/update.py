@@ -12,7 +12,7 @@ from pathlib import Path
 from figures import REPORTS, ROOT, load, rewritten, wrong_ties
 from tables import MADE, index
 
-_MADE = re.compile(r"(?P<begin><!-- made: (?P<what>.*?) -->\n)(?P<body>.*?)(?P<end>\n<!-- /made -->)", re.DOTALL)
+_MADE = re.compile(r"(?P<begin><!-- made: (?P<what>.*?) -->\n)(?P<body>.*?)(?P<end><!-- /made -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -31,7 +31,7 @@ def made(what: str, folder: Path = REPORTS) -> str:
 
 def updated(page: str, folder: Path = REPORTS) -> str:
     """A page with tables and figures as the reports have them."""
-    page = _MADE.sub(lambda found: found["begin"] + made(found["what"], folder) + found["end"], page)
+    page = _MADE.sub(lambda found: f"{found['begin']}{made(found['what'], folder)}\n{found['end']}", page)
     return rewritten(page, folder)
 
 
