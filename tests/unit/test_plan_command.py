@@ -23,7 +23,8 @@ def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
     plan, page = tmp_path / "plan.toml", tmp_path / "plan.html"
     code, shown, said = _run(*SMALL, "--output", str(plan), "--html", str(page))
     assert code == 0, said
-    for words in ("Where the time goes", "Why not", "bottleneck", "Fullest chip"):
+    told = ("Where the time goes", "Why not", "bottleneck", "Fullest chip", "Chance to fit", "for 8 of 10 runs")
+    for words in (*told, "chance to fit", "ep = 1, or give the model a table [model.moe]"):
         assert words in shown
     values = tomllib.loads(plan.read_text())
     assert values["degrees"]["tp"] == 8
@@ -31,7 +32,15 @@ def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
     checked = CliRunner().invoke(app, ["check", SMALL[0], "--cluster", "h100-pod", "--plan", str(plan)])
     assert checked.exit_code == 0, checked.output
     drawn = page.read_text()
-    for words in ("level by level", "Memory of the fullest chip", "Step time by number of chips", "<svg"):
+    for words in (
+        "chance to fit",
+        "for 8 of 10 runs",
+        "is within 3 %",
+        "level by level",
+        "Memory of the fullest chip",
+        "Step time by number of chips",
+        "<svg",
+    ):
         assert words in drawn
 
 

@@ -66,13 +66,32 @@ def test_a_tie_is_all_that_pricing_every_layout_finds(name: str, width: float) -
 
 def test_fewer_axes_come_first_then_more_free_memory_then_time() -> None:
     found = search(ASKED["hybrid"], 8, tie_width=0.5)
-    order = [(axes_in_use(priced.candidate), priced.peak_bytes, priced.seconds) for priced in found.tied]
+    memory = found.request.cluster.chip.memory
+    order = [
+        (axes_in_use(priced.candidate), -int(20 * (1 - priced.peak_bytes / memory)), priced.seconds)
+        for priced in found.tied
+    ]
     assert order == sorted(order)
-    assert len({axes for axes, _, _ in order}) > 1
+    assert len({axes for axes, _, _ in order}) > 1 and len({free for _, free, _ in order}) > 2
+    assert [seconds for _, _, seconds in order] != sorted(seconds for _, _, seconds in order)
     assert simplest_first(reversed(found.tied)) == found.tied
     # the answer is not just the fastest under another name
     assert found.answer.seconds > found.best[0].seconds
     assert (axes_in_use(found.answer.candidate), axes_in_use(found.best[0].candidate)) == (1, 2)
+
+
+def test_a_little_more_free_memory_does_not_decide() -> None:
+    slow, fast = sorted(search(ASKED["hybrid"], 2, tie_width=0.0).best, key=lambda priced: -priced.seconds)
+
+    def taking(priced: PricedPlan, share: float) -> PricedPlan:
+        """The same in two axes, with this share of the chip."""
+        chip = priced.request.cluster.chip.model_copy(update={"memory": round(priced.peak_bytes / share)})
+        cluster = priced.request.cluster.model_copy(update={"chip": chip})
+        return replace(priced, candidate=slow.candidate, request=replace(priced.request, cluster=cluster))
+
+    assert slow.seconds > fast.seconds
+    assert simplest_first([taking(slow, 0.81), taking(fast, 0.84)])[0].seconds == fast.seconds
+    assert simplest_first([taking(slow, 0.71), taking(fast, 0.84)])[0].seconds == slow.seconds
 
 
 def test_axes_in_use_are_those_with_more_than_one_rank() -> None:
@@ -97,7 +116,7 @@ def test_a_tie_is_told_with_its_width_and_what_would_tell_apart() -> None:
     found = search(ASKED["hybrid"], 8, tie_width=0.5)
     told = tie_text(found)
     assert f"Within 50 %: a tie of {len(found.tied)} layouts" in told
-    assert f"danlu plan --verify {min(10, len(found.tied))}" in told and "danlu probe" in told
+    assert f"danlu plan --chips 1024 --verify {min(10, len(found.tied))}" in told and "danlu probe" in told
     assert "slower than the fastest by prediction" in told
     labels = row_labels(found)
     assert labels[: len(found.tied)] == [f"{number}=" for number in range(1, len(found.tied) + 1)][: len(labels)]

@@ -6,6 +6,7 @@ same degrees share still more of their error, so that their order can be trusted
 """
 
 from collections.abc import Iterable
+from math import floor
 
 from danlu.planner.pricing import PricedPlan
 from danlu.planner.search_space import Candidate
@@ -19,6 +20,10 @@ half of the pairs of published ones whose predicted times are close err by no mo
 """
 
 
+MEMORY_STEP = 0.05
+"""Share of a chip's memory in which free memory is compared: less than that is as uncertain as the times of a tie."""
+
+
 def tie_limit(fastest: float, width: float = TIE_WIDTH) -> float:
     """Seconds of a step up to which a layout ties with the fastest."""
     return fastest * (1 + width)
@@ -30,6 +35,16 @@ def axes_in_use(candidate: Candidate) -> int:
     return sum(degree > 1 for degree in (pp, replicate, shard, cp, tp, ep))
 
 
+def free_memory_steps(priced: PricedPlan) -> int:
+    """Free memory of the fullest chip, in whole steps of `MEMORY_STEP` of it."""
+    return floor((1 - priced.peak_bytes / priced.request.cluster.chip.memory) / MEMORY_STEP)
+
+
+def simplicity(priced: PricedPlan) -> tuple[object, ...]:
+    """Sorts tied layouts: fewer parallel axes in use first, then more free memory, then less predicted time."""
+    return axes_in_use(priced.candidate), -free_memory_steps(priced), priced.sort_key
+
+
 def simplest_first(plans: Iterable[PricedPlan]) -> tuple[PricedPlan, ...]:
-    """Tied layouts: fewer parallel axes in use first, then more free memory, then less predicted time."""
-    return tuple(sorted(plans, key=lambda priced: (axes_in_use(priced.candidate), priced.peak_bytes, priced.sort_key)))
+    """Tied layouts in the order in which they are proposed."""
+    return tuple(sorted(plans, key=simplicity))

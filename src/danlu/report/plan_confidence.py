@@ -64,8 +64,8 @@ def tie_text(result: SearchResult) -> str:
     more = len(result.tied) - MAX_ROWS
     hidden = f" ({more} more: --json)" if more > 0 else ""
     return (
-        f"Within {width}: a tie of {len(result.tied)} layouts (=){hidden}, too close for the model to call. The answer "
-        f"is the simplest (fewest parallel axes, then most free memory), {speed}. To tell them apart: "
+        f"Within {width}: a tie of {len(result.tied)} layouts (marked =){hidden}, too close for the model to call. The "
+        f"answer is the simplest (fewest parallel axes, then most free memory), {speed}. To tell them apart: "
         f"{', or '.join(ways_to_tell_apart(result.request, len(result.tied)))}."
     )
 

@@ -238,7 +238,7 @@ def _scaling(scaling: ScalingPoints) -> str:
         title="Step time by number of chips",
         points=points,
         format_value=step_text,
-        note="the best layout for each number of chips",
+        note="the fastest layout for each number of chips",
         axis_min=0.0,
     )
     ends = (int(points[0][0]), int(points[-1][0]))

@@ -95,7 +95,7 @@ def side_by_side(plans: list[tuple[str, PricedPlan]], goodput: Goodput | None) -
     for name in ("step", "tokens/s", "MFU", "goodput", "peak memory", "chance to fit", "bottleneck"):
         table.add_column(name, no_wrap=True, justify="left" if name == "bottleneck" else "right")
     for index, (name, priced) in enumerate(plans):
-        table.add_row(name, *comparison_cells(priced, goodput).values(), style="" if index else "bold")
+        table.add_row(Text(name), *comparison_cells(priced, goodput).values(), style="" if index else "bold")
     return table
 
 
@@ -148,7 +148,8 @@ def rejections_table(found: list[Rejection]) -> Table:
     for name in ("change", "rejected because", "fix, or what costs the time"):
         table.add_column(name, no_wrap=name == "change")
     for rejection in found:
-        table.add_row(rejection.change, rejection.reason, rejection.remedy)
+        # As text: a rule may name a table such as [model.moe], which is no markup.
+        table.add_row(Text(rejection.change), Text(rejection.reason), Text(rejection.remedy))
     return table
 
 
