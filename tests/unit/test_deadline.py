@@ -165,7 +165,10 @@ def test_the_least_memory_is_that_of_the_fewest_or_of_the_most_microbatches() ->
         space, pricer = SearchSpace(asked), PlanPricer(asked)
         for shape in space.degree_shapes(8):
             for schedule in space.schedules(shape.pp)[::5]:
-                numbers = [n for n in space.microbatches(shape) if schedule in space._filled_schedules(shape.pp, n)]
+                gathers = shape.tp > 1
+                numbers = [
+                    n for n in space.microbatches(shape) if schedule in space._filled_schedules(shape.pp, n, gathers)
+                ]
                 taken = [
                     min(
                         pricer.memory(one).device_bytes

@@ -204,7 +204,7 @@ def test_inputs_are_gathered_again_where_that_makes_a_layout_fit() -> None:
     assert not roomy.plan.regather_inputs
     again = price_plan(roomy.request, roomy.plan.model_copy(update={"regather_inputs": True}))
     assert again.seconds > roomy.seconds and again.peak_bytes < roomy.peak_bytes
-    between = (again.peak_bytes + roomy.peak_bytes) / 2 / 0.97
+    between = (again.peak_bytes + roomy.peak_bytes) / 2 / (1 - roomy.request.reserve)
     tight = search(question(chips=8, fix=fix, length=4096, cluster=machine(memory=between)), shown=1).best[0]
     assert tight.plan.regather_inputs
 

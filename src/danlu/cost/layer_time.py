@@ -140,7 +140,7 @@ class _LayerTimer:
         host = self._launch_times(kernels)
         blocking = self.software.launch_blocking
         forward, backward = forward.with_launch_time(host[0], blocking), backward.with_launch_time(host[1], blocking)
-        return LayerTime(forward, backward, weights, self._again(recompute, forward))
+        return LayerTime(forward, backward, weights, self._again(recompute, forward, host[0]))
 
     def _launch_times(self, kernels: int) -> tuple[float, float]:
         """Seconds that the host launches kernels, forward and backward."""
@@ -154,8 +154,8 @@ class _LayerTimer:
         calls = each * 2 * self.shard.local_experts * (2 if self.device.uses_fp8 else 1)
         return host + calls, 1.3 * host + 2 * calls
 
-    def _again(self, recompute: Recompute, forward: PassTime) -> PassTime:
-        """What the backward pass runs again."""
+    def _again(self, recompute: Recompute, forward: PassTime, host: float) -> PassTime:
+        """What the backward pass runs again; the host takes `host` seconds to launch all of a forward pass."""
         if recompute == "latent":
             up = attention.latent_matmuls(self.shard)
             return PassTime(linear=sum(matmul_time(self.device, each.rows, each.columns, each.inner) for each in up))
@@ -164,7 +164,9 @@ class _LayerTimer:
         if recompute == "full" and last and self.software.recompute_stops_early:
             spared = matmul_time(self.device, last.rows, last.columns, last.inner)
             # with the reduction of its result, half of the traffic around one block
-            again = again._replace(linear=again.linear - spared, tensor=again.tensor * (1 - 0.5 / self._tp_blocks))
+            tensor = again.tensor * (1 - 0.5 / self._tp_blocks)
+            again = again._replace(linear=again.linear - spared, tensor=tensor, host_wait=0.0)
+            return again.with_launch_time(host, self.software.launch_blocking)
         return again
 
     def _core_attention(self) -> tuple[float, float]:
