@@ -81,7 +81,7 @@ def ways_to_tell_apart(request: PlanRequest, layouts: int) -> list[str]:
     verify = f"`danlu plan {chips}--verify {min(layouts, MAX_VERIFY)}` (dry runs of them)"
     if request.cluster.chip.operators:  # this machine has been measured already
         return [verify, "a few steps of each with `danlu train`"]
-    return [verify, "`danlu probe` on the machine, and --cluster with its file"]
+    return [verify, "a plan for the file that `danlu probe` writes on the machine"]
 
 
 def fit_chance_text(chance: float) -> str:
