@@ -24,7 +24,13 @@ def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
     code, shown, said = _run(*SMALL, "--output", str(plan), "--html", str(page))
     assert code == 0, said
     told = ("Where the time goes", "Why not", "bottleneck", "Fullest chip", "Chance to fit", "for 8 of 10 runs")
-    for words in (*told, "chance to fit", "ep = 1, or give the model a table [model.moe]"):
+    for words in (
+        *told,
+        "What Danlu does not do for this layout",
+        "fp8 matmuls",
+        "chance to fit",
+        "ep = 1, or give the model a table [model.moe]",
+    ):
         assert words in shown
     values = tomllib.loads(plan.read_text())
     assert values["degrees"]["tp"] == 8
@@ -37,6 +43,7 @@ def test_writes_a_plan_that_check_accepts_and_a_page(tmp_path: Path) -> None:
         "for 8 of 10 runs",
         "ithin 3 %",  # a tie, or none
         "level by level",
+        "What Danlu does not do for this layout",
         "Memory of the fullest chip",
         "Step time by number of chips",
         "<svg",

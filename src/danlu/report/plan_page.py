@@ -32,6 +32,7 @@ from danlu.report.plan_confidence import (
     step_text,
     tie_text,
 )
+from danlu.report.plan_missing import missing_section
 from danlu.report.plan_tables import (
     PREDICTED_MEMORY,
     comparison_cells,
@@ -75,6 +76,7 @@ def plan_page(
         _schedule(best),
         _scaling(scaling),
         f"<h2>Why not</h2>{_rejections(rejections)}",
+        missing_section(best),
         page_footer(),
     ]
     title = f"{request.recipe.name} on {request.cluster.name}"

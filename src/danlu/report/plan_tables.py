@@ -22,6 +22,7 @@ from danlu.report.plan_confidence import (
     tie_json,
     tie_text,
 )
+from danlu.report.plan_missing import missing_json, missing_table
 from danlu.report.precision_text import describe_question, slow_precision_note
 from danlu.spec.plan import DENSE_AXES, Plan, PlanPrediction
 from danlu.version import __version__
@@ -210,6 +211,8 @@ def result_view(
         where_time_goes(best, found),
         Text(),
         rejections_table(rejections),
+        Text(),
+        missing_table(best),
     )
 
 
@@ -252,6 +255,7 @@ def result_json(
             for level_cost in found
         ],
         "refused": [vars(rejection) for rejection in rejections],
+        "missing": missing_json(result.answer) if result.best else [],
         "goodput": vars(goodput) if goodput else None,
         "leanest": plan_json(result.least_memory, goodput) if result.least_memory else None,
     }
