@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,12 @@ def start_ranks(folder: Path, world: int, quick: bool) -> list[subprocess.Popen[
     ]
 
 
+def prepare(layout: Layout, made: Recipe) -> tuple[ParallelMesh, BatchLoader]:
+    """The groups of a layout, and its batches."""
+    mesh = build_mesh(layout.plan, World.adopt(), None, experts=layout.experts)
+    return mesh, BatchLoader(AnyTokens(made), made.batch, made.model.vocabulary, mesh)
+
+
 def rank_main(rank: int, world: int, port: int, folder: Path, chosen: list[Layout]) -> None:
     torch.set_num_threads(1)
     place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
@@ -196,10 +203,8 @@ def rank_main(rank: int, world: int, port: int, folder: Path, chosen: list[Layou
             continue
         made = recipe(layout)
         joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
-        mesh = build_mesh(layout.plan, World.adopt(), None, experts=layout.experts)
-        batches = BatchLoader(AnyTokens(made), made.batch, made.model.vocabulary, mesh)
-        resident = resident_growth(made, mesh, batches, layout.even)
-        real = profiled_loop(made, mesh, batches, layout.even)
+        resident = resident_growth(made, *prepare(layout, made), layout.even)
+        real = profiled_loop(made, partial(prepare, layout, made), layout.even)
         joined.shutdown()
         dry = dry_run_rank(made, layout.plan, None, rank)
         result = {

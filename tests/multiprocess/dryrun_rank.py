@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,17 +10,25 @@ import torch.distributed as dist
 from layouts import LAYOUTS, Layout, recipe
 from profiled import dry_calls, dry_products, profiled_loop
 
-from danlu.comm.mesh import build_mesh
+from danlu.comm.mesh import ParallelMesh, build_mesh
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.dryrun.dry_run import dry_run_rank
 from danlu.framework.batch_loader import BatchLoader
+from danlu.spec.recipe import Recipe
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 
 def layouts(world: int) -> list[Layout]:
     """The layouts of a world; compiled code is not what a dry run runs."""
     return [layout for layout in LAYOUTS if layout.plan.degrees.world == world and not layout.plan.compile]
+
+
+def prepare(layout: Layout, made: Recipe, shards: Path) -> tuple[ParallelMesh, BatchLoader]:
+    """The groups of a layout, and its batches."""
+    mesh = build_mesh(layout.plan, World.adopt(), layout.cluster, experts=made.model.moe is not None)
+    samples = ShuffledDataset(TokenShards.open(shards), made.batch.length, made.seed)
+    return mesh, BatchLoader(samples, made.batch, made.model.vocabulary, mesh)
 
 
 def main() -> None:
@@ -31,9 +40,7 @@ def main() -> None:
     for number, layout in enumerate(layout for layout in layouts(world) if layout.name in chosen):
         made = recipe(layout.model, str(folder / "shards"), layout.changes)
         joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
-        mesh = build_mesh(layout.plan, World.adopt(), layout.cluster, experts=made.model.moe is not None)
-        samples = ShuffledDataset(TokenShards.open(folder / "shards"), made.batch.length, made.seed)
-        real = profiled_loop(made, mesh, BatchLoader(samples, made.batch, made.model.vocabulary, mesh))
+        real = profiled_loop(made, partial(prepare, layout, made, folder / "shards"))
         joined.shutdown()
         dry = dry_run_rank(made, layout.plan, layout.cluster, rank)
         result = {

@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,15 +66,19 @@ class Profiled:
     """Most bytes of torch's allocator in each of a few steps."""
 
 
-def profiled_loop(recipe: Recipe, mesh: ParallelMesh, batches: BatchSource, even: bool = True) -> Profiled:
+def profiled_loop(
+    recipe: Recipe, prepare: Callable[[], tuple[ParallelMesh, BatchSource]], even: bool = True
+) -> Profiled:
     """Build and train a rank, and profile whole steps after the first; experts are loaded `even`ly or as routed.
 
     gloo's threads drop the buffers of a collective after they have said that it is done. On a crowded machine that
-    can be many operators later, so the loop runs with less priority than they have.
+    can be many operators later, so the loop runs with less priority than they have. `prepare` is called in the loop's
+    thread: torch 2.9 remembers by thread which mesh a mesh is a slice of.
     """
 
     def behind() -> Profiled:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_URGENT)
+        mesh, batches = prepare()
         return _profiled(recipe, mesh, batches, even)
 
     with ThreadPoolExecutor(1) as thread:
