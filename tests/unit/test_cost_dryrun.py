@@ -80,14 +80,7 @@ IN_FULL = {
     "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
 }
 """Computed in fp32, as on a CPU."""
-QUICK = {"fsdp × tp, regathered", "zbv × tp, regathered"} | {
-    "fsdp",
-    "1f1b × cp × tp, recomputed",
-    "zbv × tp",
-    "1f1b × tp, by layer",
-    "ep × tp, selective",
-    "fp32: fsdp",
-}
+QUICK = {"zbv × tp, regathered", "1f1b × tp, by layer", "ep × tp, selective", "fp32: fsdp"}
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*DENSE, *EXPERTS, *IN_FULL)]
 
 

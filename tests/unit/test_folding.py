@@ -47,7 +47,7 @@ CASES = {
     "experts × tp, selective": (recipe("tiny-moe", 9), plan(shard=2, tp=2, ep=4, recompute="selective"), 2, 5),
     "experts × 1f1b": (recipe("tiny-moe", 20, dense=1), plan(pp=2, shard=2, ep=2, microbatches=2), 0, 5),
 }
-QUICK = {"fsdp × tp, recompute full", "hsdp, recompute selective", "1f1b", "experts × tp, selective"}
+QUICK = {"1f1b", "experts × tp, selective"}
 
 
 def operators(trace: Trace) -> Counter[Any]:
