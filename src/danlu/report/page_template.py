@@ -1,5 +1,6 @@
 """The frame of every page: the document, the logo, facts and tiles at the top, the footer."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -28,6 +29,11 @@ def render_document(title: str, body: str, *, styles: Sequence[str], scripts: Se
         f"<title>{escape(title)} · Danlu</title><style>{style}</style></head>"
         f"<body><main>{body}</main>{f'<script>{script}</script>' if script else ''}</body></html>\n"
     )
+
+
+def prose(text: str) -> str:
+    """A sentence of the terminal for a page: what stands in backticks there is code here."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def facts_list(facts: Mapping[str, str]) -> str:

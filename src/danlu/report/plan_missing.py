@@ -1,6 +1,5 @@
 """What a plan would gain if Danlu had what other software has, for the terminal, the page and JSON."""
 
-from html import escape
 from typing import Any
 
 from rich.table import Table
@@ -8,6 +7,7 @@ from rich.text import Text
 
 from danlu.planner.missing import MissingFeature, missing_features
 from danlu.planner.pricing import PricedPlan
+from danlu.report.page_template import prose
 
 TITLE = "What Danlu does not do for this layout, and what it would gain"
 _COLUMNS = ("feature", "per step", "fullest chip", "why it is not offered")
@@ -27,7 +27,7 @@ def missing_section(priced: PricedPlan) -> str:
     """The same for the page."""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(feature))}</tr>"
+        f"<tr>{''.join(f'<td>{prose(cell)}</td>' for cell in _cells(feature))}</tr>"
         for feature in missing_features(priced)
     )
     return f'<h2>{TITLE}</h2><div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'

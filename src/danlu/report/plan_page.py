@@ -21,7 +21,7 @@ from danlu.report.chart import (
 )
 from danlu.report.dryrun_schedule import TimedSchedule, schedule_figure, usual_durations
 from danlu.report.layout_section import layout_section
-from danlu.report.page_template import LOGO, facts_list, figures_table, page_footer, render_document, tile_row
+from danlu.report.page_template import LOGO, facts_list, figures_table, page_footer, prose, render_document, tile_row
 from danlu.report.plan_confidence import (
     band_text,
     band_words,
@@ -65,8 +65,8 @@ def plan_page(
     body = [
         _header(result),
         _tiles(best, goodput),
-        f'<p class="note">{escape(tie_text(result))}</p><p class="note">{escape(band_text(best))}</p>',
-        f'<p class="note">{escape(fit_text(best))}</p>',
+        f'<p class="note">{prose(tie_text(result))}</p><p class="note">{prose(band_text(best))}</p>',
+        f'<p class="note">{prose(fit_text(best))}</p>',
         f'<p class="note">{escape(str(goodput_text(best, goodput)))}</p>',
         f"<h2>Side by side</h2>{_side_by_side(result, goodput)}",
         f"<h2>The machine, level by level</h2>{_levels(best, found)}",
@@ -249,8 +249,7 @@ def _scaling(scaling: ScalingPoints) -> str:
 
 def _rejections(rejections: Sequence[Rejection]) -> str:
     rows = "".join(
-        f'<tr><td class="tight">{escape(one.change)}</td><td>{escape(one.reason)}</td>'
-        f"<td>{escape(one.remedy)}</td></tr>"
+        f'<tr><td class="tight">{escape(one.change)}</td><td>{prose(one.reason)}</td><td>{prose(one.remedy)}</td></tr>'
         for one in rejections
     )
     head = "<tr><th>change</th><th>rejected because</th><th>fix, or what costs the time</th></tr>"
