@@ -64,6 +64,7 @@ SPRING = 0.02
 """Error that a constant must save to be moved by a factor e from its start."""
 ROUNDS = 7
 FEW_ROWS = 20
+"""Below so many rows the error is the root of the mean square, see `run_error`."""
 Error = Callable[[dict[str, float]], float]
 
 

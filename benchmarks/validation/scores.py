@@ -293,11 +293,11 @@ def _overrun(by_set: dict[str, list[RunComparison]]) -> float:
         for point in points
         if point.run.memory
     ]
-    return sum(ratio * (1 - default_reserve()) > 1 + 1e-9 for ratio in taken) / len(taken)
+    return sum(not ratio * (1 - default_reserve()) <= 1 + 1e-9 for ratio in taken) / len(taken)  # NaN overruns too
 
 
 def _one_node_bars(constants: Calibration | None) -> tuple[Target, ...]:
-    """The order of 1,440 layouts of one node, which were not used to choose anything."""
+    """The order of all 1,440 layouts of one node; constants are fitted on the step times of every twelfth."""
     points = [RunComparison(run, run.predict(constants)) for run in load_one_node()]
     groups = [group for group in _groups(points) if group.rows >= MIN_JUDGED_GROUP]
     regret = 100 * float(np.mean([group.regret for group in groups]))

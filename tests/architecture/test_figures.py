@@ -193,6 +193,14 @@ def test_a_bar_that_is_misjudged_is_caught() -> None:
     assert misjudged("| a | ≤ 10⁻⁵ | 1.9 · 10⁻⁴ |\n") and not misjudged("| a | ≤ 10⁻⁵ | 1.9 · 10⁻⁷ |\n")
 
 
+def test_a_new_empty_table_is_made_and_what_follows_it_stays(folder: Path) -> None:
+    page = "<!-- made: index -->\n<!-- /made -->\n\nA sentence.\n\n<!-- made: index -->\nold\n<!-- /made -->\n"
+    after = update.updated(page, folder)
+    assert "\n\nA sentence.\n\n" in after and "old" not in after
+    assert after.count("<!-- /made -->") == 2 and after.count("[`x.json`]") == 2
+    assert update.updated(after, folder) == after
+
+
 def test_figures_are_carried_over(folder: Path) -> None:
     changed = FIGURES | {"layouts": 64, "error": 0.1234, "worst": {"loss": 2.04e-6}}
     report = json.loads((folder / "x.json").read_text()) | {"figures": changed}

@@ -9,8 +9,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from validation import scores
 from validation.held_out import first_predictions
-from validation.published_runs import load_held_out, load_runs, original_values
+from validation.published_runs import PublishedRun, load_held_out, load_runs, original_values
 from validation.scores import DENSE, MOE, OTHER_CHIPS, ValidationReport, validate
 
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "validation" / "validate.py"
@@ -103,6 +104,14 @@ def test_held_out_runs_are_scored_by_their_first_prediction(found: ValidationRep
     assert {score.name for score in found.held_out} == {"new-dense", "new-moe", "new-other"}
     assert first_predictions().keys() == {run.id for run in load_held_out()}
     assert subprocess.run([sys.executable, str(COMMAND.with_name("held_out.py"))], capture_output=True).returncode == 1
+
+
+def test_nothing_that_is_predicted_now_moves_the_held_out_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("held-out targets take the first prediction")
+
+    monkeypatch.setattr(PublishedRun, "predict", refuse)
+    assert all(bar.value > 0 for bar in scores._held_out_bars())
 
 
 def test_the_command_prints_tables_and_fails_while_a_bar_is_missed(tmp_path: Path, found: ValidationReport) -> None:

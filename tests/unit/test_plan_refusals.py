@@ -54,6 +54,9 @@ def test_a_degree_that_the_model_refuses_is_refused_as_check_does(tmp_path: Path
         ("schedule=interleaved,virtual=8,pp=32", "which with `stages_per_rank` 8 makes 256 stages"),
         ("recompute=selective,schedule=zbv,pp=4", '`recompute` is "selective", but the schedule "zbv" splits'),
         ("reshard=true,schedule=zbv,pp=4", "`reshard_after_forward` is true, but the schedule"),
+        ("regather=true,tp=1", "`regather_inputs` is true, but `degrees.tp` is 1, so no input is gathered"),
+        ("regather=true,compile=true,tp=8", "`regather_inputs` is true, but `compile` is too"),
+        ("regather=true,recompute=full,tp=8", "`regather_inputs` is true, but every layer recomputes"),
         ("schedule=1f1b,pp=8,tp=8,microbatches=1", 'is 1, but the schedule "1f1b" needs at least `pp` (8)'),
     ],
 )

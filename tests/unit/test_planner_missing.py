@@ -7,7 +7,6 @@ from made_questions import DENSE, EXPERTS, machine, question
 
 from danlu.cost import predict
 from danlu.planner import PlanRequest, price_plan
-from danlu.planner.explain import Explainer
 from danlu.planner.missing import MissingFeature, missing_features
 from danlu.planner.pricing import software_for
 from danlu.spec.load import load_cluster
@@ -87,7 +86,7 @@ def test_fp8_is_priced_where_the_chip_has_it() -> None:
 def test_the_largest_gain_comes_first_and_what_is_not_priced_last() -> None:
     asked, plan, _ = BY_LAYOUT["experts with tp"]
     chosen = price_plan(asked, plan)
-    gains = [feature.seconds for feature in Explainer(asked).missing(chosen)]
+    gains = [feature.seconds for feature in missing_features(chosen)]
     priced = [gain for gain in gains if gain is not None]
     assert priced == sorted(priced, reverse=True)
     assert gains[: len(priced)] == priced

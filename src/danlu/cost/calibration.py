@@ -13,7 +13,6 @@ from danlu.spec.cluster import Chip
 
 SAME_ARCHITECTURE = {
     "A800": "A100",
-    "A30": "A100",
     "H200": "H100",
     "H800": "H100",
     "H20": "H100",

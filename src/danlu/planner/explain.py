@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from danlu.planner.missing import MissingFeature, missing_features
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
 from danlu.planner.search_space import Candidate, SearchSpace
@@ -96,10 +95,6 @@ class Explainer:
         return [
             self._against(chosen, change, other, limit) for change, other in neighbors(chosen.candidate, self.request)
         ]
-
-    def missing(self, chosen: PricedPlan) -> list[MissingFeature]:
-        """What the runtime lacks, with what a layout would gain from it."""
-        return missing_features(chosen)
 
     def _against(self, chosen: PricedPlan, change: str, other: Candidate, tied_until: float) -> Rejection:
         wrong = self.rule_problem(other)

@@ -14,6 +14,7 @@ from danlu.spec.plan import DENSE_AXES, LOOPED_SCHEDULES, Degrees, PipelineConfi
 from danlu.spec.problem import Problem
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES
 from danlu.spec.rules.pipeline import STAGE_RULES
+from danlu.spec.rules.regather import REGATHER_RULES
 
 MOST_DEGREES = 200
 """Combinations of degrees that are tried: what is wrong with so many is wrong with the rest."""
@@ -53,10 +54,10 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
         return
     looped = fixed.get("virtual", {"1"}) != {"1"}
     names = [name for name in names if looped == (name in LOOPED_SCHEDULES)] if "schedule" not in fixed else names
-    for schedule, recompute, reshard in product(
+    for schedule, recompute, reshard, regather, compiled in product(
         names[: None if "schedule" in fixed else 1] or ["1f1b"],
         modes[: None if "recompute" in fixed else 1],
-        sorted(fixed.get("reshard", {"false"})),
+        *(sorted(fixed.get(switch, {"false"})) for switch in ("reshard", "regather", "compile")),
     ):
         usual = "2" if schedule in LOOPED_SCHEDULES else "1"
         for stages, number in product(_numbers(request, "virtual", usual), _microbatches(request, shape)):
@@ -68,6 +69,8 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
                 pipeline=PipelineConfig(schedule=schedule, stages_per_rank=stages),  # type: ignore[arg-type]
                 recompute=recompute,  # type: ignore[arg-type]
                 reshard_after_forward=reshard == "true",
+                regather_inputs=regather == "true",
+                compile=compiled == "true",
                 microbatches=number,
             )
             yield from (problem_text(problem) for problem in islice(_problems(request, plan), 1))
@@ -105,6 +108,6 @@ def _microbatches(request: PlanRequest, shape: ShapeKnobs) -> Iterator[int | str
 
 def _problems(request: PlanRequest, plan: Plan) -> Iterator[Problem]:
     given = plan_without_file(plan)
-    yield from (problem for rule in STAGE_RULES for problem in rule(given))
+    yield from (problem for rule in (*STAGE_RULES, *REGATHER_RULES) for problem in rule(given))
     for rule in (*DECODER_LAYOUT_RULES, *LAYOUT_RULES):
         yield from rule(request.parsed_recipe, given)
