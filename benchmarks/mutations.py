@@ -6,18 +6,21 @@
     python benchmarks/mutations.py --quick              # a sample, for CI
     python benchmarks/mutations.py --list               # names and tests, nothing runs
     python benchmarks/mutations.py --write              # all, and docs/planted-faults.md with its report
+    python benchmarks/mutations.py --write --resume     # the same, and what was caught at this commit is not run again
 
 A fault is an edit that a tired engineer could make, with the smallest selection of tests that must fail on it. The same
 selection first has to pass without the fault. Exits with 1 unless every fault was caught.
 """
 
 import argparse
+import json
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from planted_faults import Fault, Outcome, baseline, load_faults, run_fault
-from reports import write_report
+from reports import commit, write_report
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,7 +42,7 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.room:12} {fault.name}\n{'':12} {fault.check}")
         return 0
-    outcomes = _plant(faults, arguments.jobs)
+    outcomes = _plant(faults, arguments.jobs, Journal(arguments.resume))
     _show(outcomes)
     lived = [outcome for outcome in outcomes if not outcome.caught]
     figures = {
@@ -66,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="copies at work at the same time")
     parser.add_argument("--list", action="store_true", help="show the faults, run nothing")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} and its report; all faults only")
+    parser.add_argument("--resume", action="store_true", help="take over what a run at this same commit has found")
     arguments = parser.parse_args()
     if arguments.write and (arguments.only or arguments.room or arguments.quick or arguments.list):
         parser.error("--write is for all faults: leave --only, --room, --quick and --list out")
@@ -82,24 +86,75 @@ def _chosen(faults: list[Fault], arguments: argparse.Namespace) -> list[Fault]:
     ]
 
 
-def _plant(faults: list[Fault], jobs: int) -> list[Outcome]:
+class Journal:
+    """What was found at one commit, kept line by line, so that hours of work survive an interruption.
+
+    Only good news is taken over: a check that failed or a fault that lived is run again. A tree with changes has none.
+    """
+
+    def __init__(self, resume: bool) -> None:
+        self._path = None if commit().endswith("+changes") else ROOT / ".planted" / f"{commit()}.jsonl"
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[str, float]] = {}
+        if resume and self._path is None:
+            raise SystemExit("--resume needs a tree without changes: what was found elsewhere may not hold here")
+        if resume and self._path is not None and self._path.exists():
+            for line in self._path.read_text().splitlines():
+                entry = json.loads(line)
+                self._known[entry["of"]] = (entry["witness"], entry["seconds"])
+
+    def baseline(self, check: str) -> str:
+        """What is wrong with a check without any fault; nothing if it passes."""
+        key = f"check: {check}"
+        if key in self._known:
+            return ""
+        if not (unhealthy := baseline(ROOT, check)):
+            self._keep(key, "", 0.0)
+        return unhealthy
+
+    def outcome(self, fault: Fault, unhealthy: str) -> Outcome:
+        """Of planting one fault."""
+        key = f"fault: {fault.room}: {fault.name}"
+        if key in self._known:
+            return Outcome(fault, True, *self._known[key])
+        outcome = run_fault(ROOT, fault, unhealthy)
+        if outcome.caught:
+            self._keep(key, outcome.witness, outcome.seconds)
+        return outcome
+
+    def _keep(self, key: str, witness: str, seconds: float) -> None:
+        if self._path is None:
+            return
+        with self._lock:
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps({"of": key, "witness": witness, "seconds": seconds}) + "\n")
+
+
+def _plant(faults: list[Fault], jobs: int, journal: Journal) -> list[Outcome]:
     """Every check without a fault once, then every fault; in their order."""
     checks = list(dict.fromkeys(fault.check for fault in faults))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=not sys.stdout.isatty()) as progress, ThreadPoolExecutor(jobs) as pool:
         task = progress.add_task("without a fault", total=len(checks))
         healthy = {}
-        for check, passed in zip(checks, pool.map(lambda check: baseline(ROOT, check), checks), strict=True):
+        for check, passed in zip(checks, pool.map(journal.baseline, checks), strict=True):
             healthy[check] = passed
             progress.advance(task)
+            _line(f"{len(healthy)}/{len(checks)} {check}: {passed or 'passes'}")
         task = progress.add_task("planted faults", total=len(faults))
         outcomes = []
-        for outcome in pool.map(lambda fault: run_fault(ROOT, fault, healthy[fault.check]), faults):
+        for outcome in pool.map(lambda fault: journal.outcome(fault, healthy[fault.check]), faults):
             outcomes.append(outcome)
             progress.advance(task)
-            if not sys.stdout.isatty():
-                print(f"{len(outcomes)}/{len(faults)} {outcome.fault.name}: {outcome.witness}", flush=True)
+            _line(f"{len(outcomes)}/{len(faults)} {outcome.fault.name}: {outcome.witness}")
     return outcomes
+
+
+def _line(text: str) -> None:
+    """Progress where there is no terminal to draw a bar on."""
+    if not sys.stdout.isatty():
+        print(text, flush=True)
 
 
 def _show(outcomes: list[Outcome]) -> None:
