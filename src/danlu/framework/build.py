@@ -55,7 +55,8 @@ def build_train_state(
         forward_backward = PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
     else:
         forward_backward = GradientAccumulation(modules[0], loss, plan.microbatches)
-    optimizer = build_optimizer(modules, recipe.optimizer)
+    blocks = [block for module in modules for block in adapter.blocks(module)]
+    optimizer = build_optimizer(modules, recipe.optimizer, blocks)
     return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds), forward_backward
 
 

@@ -48,7 +48,7 @@ class TrainState:
     def optimizer_step(self, learning_rate: float) -> None:
         """Take an optimizer step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)
         self.optimizer.step()
 
     def next_step(self, samples: int) -> None:

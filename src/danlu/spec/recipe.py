@@ -23,6 +23,7 @@ def _model_kind(value: Any) -> str:
 
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
+OptimizerKind = Literal["adamw", "muon"]
 
 Access = Literal["owner", "group", "everyone"]
 
@@ -96,9 +97,24 @@ class BatchConfig(SpecModel):
         return self.sequences * self.length
 
 
-class OptimizerConfig(SpecModel):
-    """AdamW; no weight decay for vectors (norms and biases)."""
+class OptimizerGroup(SpecModel):
+    """Settings of the parameters whose names match."""
 
+    match: str
+    """A pattern over names of parameters, such as `blocks.*.attention.*` or `embed.*`."""
+    kind: OptimizerKind | None = None
+    """Optimizer of these parameters; the usual one if omitted. `muon` is for matrices."""
+    learning_rate_factor: float = Field(default=1.0, ge=0, le=1000, allow_inf_nan=False)
+    """Their learning rate, as a factor of `learning_rate`; 0 freezes them."""
+    weight_decay: float | None = Field(default=None, ge=0, le=1000)
+    """Their weight decay, of vectors too; the usual one if omitted."""
+
+
+class OptimizerConfig(SpecModel):
+    """AdamW, or Muon for the matrices of layers and AdamW for the rest; no weight decay for vectors."""
+
+    kind: OptimizerKind = "adamw"
+    """`adamw` for all parameters, or `muon` for the matrices of layers and AdamW for embeddings, head and routers."""
     learning_rate: float = Field(default=3e-4, gt=0, le=1000)
     """Peak learning rate; [schedule] says how it rises and falls."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -111,6 +127,23 @@ class OptimizerConfig(SpecModel):
     """Weight decay of matrices, times the learning rate; norms and biases are not decayed."""
     clip: float = Field(default=1.0, ge=0, le=1e12)
     """Maximum norm of the global gradient; 0 disables clipping."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon: decay of the running mean of the gradients."""
+    nesterov: bool = True
+    """Of Muon: orthogonalize the gradient mixed with the running mean, not the mean alone."""
+    newton_schulz_steps: int = Field(default=5, ge=1, le=99)
+    """Of Muon: iterations that orthogonalize a matrix."""
+    newton_schulz_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of Muon: dtype of these iterations, and of what ranks send each other for them."""
+    adjust_learning_rate: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Of Muon: scale updates to the size of AdamW's, so that one learning rate fits both, or as in its first version."""
+    groups: TupleOf[OptimizerGroup] = Field(default=(), max_length=10_000)
+    """Parameters with other settings; the last match wins."""
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether any parameter may be Muon's."""
+        return self.kind == "muon" or any(group.kind == "muon" for group in self.groups)
 
 
 class LRSchedule(SpecModel):
@@ -217,7 +250,7 @@ class Recipe(SpecModel):
     batch: BatchConfig
     """The global batch."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW's settings."""
+    """The optimizer and its settings."""
     schedule: LRSchedule = LRSchedule()
     """The learning rate over the run."""
     precision: PrecisionConfig = PrecisionConfig()
