@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from math import cos, pi
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +13,8 @@ from torch.distributed.tensor import DTensor
 from danlu.framework.moe import Experts
 from danlu.framework.muon import Muon
 from danlu.framework.precision import DTYPES
+from danlu.spec.parameters import ParameterSettings, parameter_settings
 from danlu.spec.recipe import LRSchedule, OptimizerConfig, OptimizerKind
-
-
-class ParameterSettings(NamedTuple):
-    """How one parameter is moved."""
-
-    kind: OptimizerKind
-    learning_rate_factor: float
-    weight_decay: float
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -93,17 +85,6 @@ def param_groups(
         group = {"params": parameters, "weight_decay": settings.weight_decay}
         made[settings.kind].append(group | {"learning_rate_factor": settings.learning_rate_factor})
     return made
-
-
-def parameter_settings(name: str, dims: int, matrix: bool, config: OptimizerConfig) -> ParameterSettings:
-    """How a parameter is moved; `matrix` says that it is one of those that Muon is for."""
-    kind: OptimizerKind = "muon" if config.kind == "muon" and matrix else "adamw"
-    decay = config.weight_decay if dims > 1 else 0.0
-    for group in reversed(config.groups):
-        if fnmatchcase(name, group.match):
-            own = decay if group.weight_decay is None else group.weight_decay
-            return ParameterSettings(group.kind or kind, group.learning_rate_factor, own)
-    return ParameterSettings(kind, 1.0, decay)
 
 
 def hidden_matrices(blocks: Iterable[nn.Module]) -> Iterable[nn.Parameter]:

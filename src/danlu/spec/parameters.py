@@ -1,9 +1,11 @@
-"""Names and shapes of the parameters of a described model, without building it."""
+"""Names and shapes of the parameters of a described model, without building it; how an optimizer moves each."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from danlu.spec.model import Model
+from danlu.spec.recipe import OptimizerConfig, OptimizerKind
 
 
 class ParameterShape(NamedTuple):
@@ -11,6 +13,25 @@ class ParameterShape(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+
+
+class ParameterSettings(NamedTuple):
+    """How one parameter is moved."""
+
+    kind: OptimizerKind
+    learning_rate_factor: float
+    weight_decay: float
+
+
+def parameter_settings(name: str, dims: int, matrix: bool, config: OptimizerConfig) -> ParameterSettings:
+    """How a parameter is moved; `matrix` says that it is one of those that Muon is for."""
+    kind: OptimizerKind = "muon" if config.kind == "muon" and matrix else "adamw"
+    decay = config.weight_decay if dims > 1 else 0.0
+    for group in reversed(config.groups):
+        if fnmatchcase(name, group.match):
+            own = decay if group.weight_decay is None else group.weight_decay
+            return ParameterSettings(group.kind or kind, group.learning_rate_factor, own)
+    return ParameterSettings(kind, 1.0, decay)
 
 
 def decoder_parameters(model: Model) -> Iterator[ParameterShape]:
