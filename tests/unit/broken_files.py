@@ -235,6 +235,18 @@ CONTRADICTIONS = {
     "pattern-of-experts": _recipe(
         '"bf16"\n', '"bf16"\nlayers = [{match = "blocks.*.mlp.experts", compute = "fp32"}]\n'
     ),
+    "muon-settings-ignored": _recipe("[schedule]", "[optimizer]\nmomentum = 0.9\n\n[schedule]"),
+    "group-matches-nothing": _recipe(
+        "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.4.*"\nweight_decay = 0\n\n[schedule]'
+    ),
+    "group-sets-nothing": _recipe("[schedule]", '[[optimizer.groups]]\nmatch = "embed.*"\n\n[schedule]'),
+    "group-never-wins": _recipe(
+        "[schedule]",
+        '[optimizer]\ngroups = [{match = "embed.*", weight_decay = 0}, {match = "*", weight_decay = 1}]\n\n[schedule]',
+    ),
+    "group-of-vectors-by-muon": _recipe(
+        "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.*.attention*"\nkind = "muon"\n\n[schedule]'
+    ),
     "fp16": _recipe('"bf16"', '"fp16"'),
     "fp16-of-a-layer": _recipe('"bf16"\n', '"bf16"\n\n[[precision.layers]]\nmatch = "head"\ncompute = "fp16"\n'),
     "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),

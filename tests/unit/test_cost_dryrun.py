@@ -17,7 +17,7 @@ from danlu.planner import PlanRequest
 from danlu.planner.pricing import software_for
 from danlu.spec.load import load_cluster, load_model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
-from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, OptimizerConfig, PrecisionConfig, Recipe
 from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.trace import Trace
 
@@ -80,13 +80,22 @@ IN_FULL = {
     "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
 }
 """Computed in fp32, as on a CPU."""
-QUICK = {"zbv × tp, regathered", "1f1b × tp, by layer", "ep × tp, selective", "fp32: fsdp"}
-CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*DENSE, *EXPERTS, *IN_FULL)]
+MUON = {
+    "muon: fsdp": (plan(shard=8), 8),
+    "muon: fsdp × tp": (plan(shard=2, tp=4), 8),
+    "muon: hsdp × tp": (plan(replicate=2, shard=2, tp=2), 8),
+    "muon: 1f1b × hsdp": (plan(pp=2, replicate=2, shard=2, microbatches=4), 16),
+    "muon: ep × tp": (plan(shard=4, tp=2, ep=4), 8),
+    "muon: hsdp × ep, fewer experts than ranks": (plan(replicate=2, shard=16, ep=4), 32),
+}
+QUICK = {"zbv × tp, regathered", "1f1b × tp, by layer", "ep × tp, selective", "fp32: fsdp", "muon: hsdp × tp"}
+ALL = DENSE | EXPERTS | IN_FULL | MUON
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ALL]
 
 
 def recipe_of(name: str) -> Recipe:
     """Eight layers of a model with experts or without."""
-    wanted, sequences = (DENSE | EXPERTS | IN_FULL)[name]
+    wanted, sequences = ALL[name]
     return Recipe(
         name="dry",
         steps=1,
@@ -94,6 +103,7 @@ def recipe_of(name: str) -> Recipe:
         data=DataConfig(shards="none"),
         batch=BatchConfig(sequences=sequences, length=4096),
         precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),
+        optimizer=OptimizerConfig(kind="muon" if name in MUON else "adamw"),
     )
 
 
@@ -108,7 +118,7 @@ def formulas_of(recipe: Recipe, wanted: Plan) -> Predictor:
 @cache
 def both(name: str) -> tuple[Predictor, Plan, dict[int, Trace]]:
     """The formulas of a layout, and the dry runs of its first and last pp rank."""
-    recipe, (wanted, _) = recipe_of(name), (DENSE | EXPERTS | IN_FULL)[name]
+    recipe, (wanted, _) = recipe_of(name), ALL[name]
     first_of = dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist()
     run = dry_run_ranks(recipe, wanted, POD, sorted({first_of[0], first_of[-1]}))
     return formulas_of(recipe, wanted), wanted, {trace.place["pp"]: trace for trace in run.traces}
@@ -147,9 +157,7 @@ PARTS = {"tp": ("tensor", "head"), "cp": ("context",), "ep": ("expert",), "shard
 AXIS = {"shard": "shard·replicate", "replicate": "shard·replicate"}
 
 
-@pytest.mark.parametrize(
-    "name", [case for case in CASES if (DENSE | EXPERTS | IN_FULL)[str(case.values[0])][0].degrees.pp == 1]
-)
+@pytest.mark.parametrize("name", [case for case in CASES if ALL[str(case.values[0])][0].degrees.pp == 1])
 def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
     """On a wire of one byte a second that costs nothing else, seconds of traffic are bytes."""
     formulas, wanted, traces = both(name)
@@ -161,6 +169,9 @@ def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
     priced = {axis: sum(slow.get(part, 0.0) - free.get(part, 0.0) for part in parts) for axis, parts in PARTS.items()}
     if wanted.degrees.shard == wanted.degrees.world:
         priced = {"world": sum(priced.values())}  # the group of all ranks has that name, whatever it sends for
+    if name in MUON:  # matrices are exchanged over several axes, and priced in one part
+        priced = {"any": sum(priced.values()) + slow["exchange"] - free["exchange"]}
+        sent = {"any": sum(sent.values())}
     for axis, seconds in priced.items():
         # The head stays gathered for the backward pass; the price takes its share of experts' parameters too.
         share = 0.03 if wanted.degrees.ep > 1 else 0.02
@@ -172,6 +183,23 @@ def _parts(formulas: Predictor, wanted: Plan, bandwidth: float) -> dict[str, flo
     """Seconds of a step by part on one wire."""
     wire = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
     return formulas.on(wire).predict(layout_from_plan(wanted, POD)).parts
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_update_of_muon_is_in_the_price(steps: int) -> None:
+    """Its iterations are the chip's FLOPs, at no more than its peak, and grow with their number."""
+    wanted = plan(replicate=2, shard=2, tp=2)
+    made = recipe_of("muon: hsdp × tp")
+    made = made.model_copy(update={"optimizer": OptimizerConfig(kind="muon", newton_schulz_steps=steps)})
+    formulas = formulas_of(made, wanted)
+    parts = formulas.predict(layout_from_plan(wanted, POD)).parts
+    model = made.decoder
+    matrices = [(model.width, model.width), (1024, model.width), (1024, model.width), (model.width, model.width)]
+    matrices += 3 * [(model.mlp_dim, model.width)]
+    flops = model.layers * steps * sum(4.0 * min(m) ** 2 * max(m) + 2.0 * min(m) ** 3 for m in matrices)
+    even = flops / wanted.degrees.world / POD.chip.peak["bf16"]
+    assert even < parts["orthogonalization"] < 4 * even
+    assert formulas.predict(layout_from_plan(wanted, POD)).seconds == pytest.approx(sum(parts.values()))
 
 
 def test_a_spread_of_layouts_is_compared() -> None:

@@ -88,7 +88,9 @@ def recorded_optimizer(record: StepRecord) -> OptimizerPhase:
     return OptimizerPhase(
         operators=record.optimizer_operators,
         collectives=record.optimizer_collectives,
-        changes=np.array([change for _, change in changes], dtype=np.int64).reshape(-1, record.entries.changes.shape[1]),
+        changes=np.array([change for _, change in changes], dtype=np.int64).reshape(
+            -1, record.entries.changes.shape[1]
+        ),
         at=np.array([at for at, _ in changes], dtype=np.int64),
     )
 

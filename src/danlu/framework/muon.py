@@ -96,7 +96,8 @@ class Muon(torch.optim.Optimizer):
 
         def read(matrix: Matrix) -> Tensor:
             parameter = parameters[matrix.parameter]
-            direction = parameter.grad if self.nesterov else self.state[parameter]["momentum_buffer"]
+            assert parameter.grad is not None
+            direction: Tensor = parameter.grad if self.nesterov else self.state[parameter]["momentum_buffer"]
             return _shard(direction, matrix)
 
         def write(matrix: Matrix, update: Tensor) -> None:

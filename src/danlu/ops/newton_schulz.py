@@ -69,10 +69,8 @@ def muon_traits(model: Model, config: OptimizerConfig) -> MuonTraits | None:
             full = f"blocks.{first}.{name}"
             settings = parameter_settings(full, len(shape), is_hidden_matrix(full, shape), config)
             if settings.kind == "muon":
-                found.append(MatrixKind(*shape[-2:], experts=shape[0] if len(shape) == 3 else 0))
-    return MuonTraits(
-        config.newton_schulz_steps, config.newton_schulz_dtype, tuple(kinds[False]), tuple(kinds[True])
-    )
+                found.append(MatrixKind(shape[-2], shape[-1], shape[0] if len(shape) == 3 else 0))
+    return MuonTraits(config.newton_schulz_steps, config.newton_schulz_dtype, tuple(kinds[False]), tuple(kinds[True]))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from danlu.spec.model import Model
-from danlu.spec.recipe import OptimizerConfig, OptimizerKind
+from danlu.spec.recipe import OptimizerConfig, OptimizerGroup, OptimizerKind
 
 
 class ParameterShape(NamedTuple):
@@ -27,11 +27,16 @@ def parameter_settings(name: str, dims: int, matrix: bool, config: OptimizerConf
     """How a parameter is moved; `matrix` says that it is one of those that Muon is for."""
     kind: OptimizerKind = "muon" if config.kind == "muon" and matrix else "adamw"
     decay = config.weight_decay if dims > 1 else 0.0
-    for group in reversed(config.groups):
-        if fnmatchcase(name, group.match):
-            own = decay if group.weight_decay is None else group.weight_decay
-            return ParameterSettings(group.kind or kind, group.learning_rate_factor, own)
-    return ParameterSettings(kind, 1.0, decay)
+    group = group_of(name, config)
+    if group is None:
+        return ParameterSettings(kind, 1.0, decay)
+    own = decay if group.weight_decay is None else group.weight_decay
+    return ParameterSettings(group.kind or kind, group.learning_rate_factor, own)
+
+
+def group_of(name: str, config: OptimizerConfig) -> OptimizerGroup | None:
+    """The group of a parameter: the last one that matches its name."""
+    return next((group for group in reversed(config.groups) if fnmatchcase(name, group.match)), None)
 
 
 def decoder_parameters(model: Model) -> Iterator[ParameterShape]:

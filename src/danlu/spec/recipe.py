@@ -136,7 +136,7 @@ class OptimizerConfig(SpecModel):
     newton_schulz_dtype: Literal["bf16", "fp32"] = "bf16"
     """Of Muon: dtype of these iterations, and of what ranks send each other for them."""
     adjust_learning_rate: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """Of Muon: scale updates to the size of AdamW's, so that one learning rate fits both, or as in its first version."""
+    """Of Muon: scale updates to the size of AdamW's, so that one learning rate fits both, or as it did at first."""
     groups: TupleOf[OptimizerGroup] = Field(default=(), max_length=10_000)
     """Parameters with other settings; the last match wins."""
 

@@ -101,4 +101,4 @@ def no_fp16_without_loss_scaling(recipe: ParsedSpec[Recipe]) -> Iterator[Problem
 
 
 SETTING_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_used, decay_fits, no_fp16_without_loss_scaling)
-DECODER_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)
+DECODER_SETTING_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)
