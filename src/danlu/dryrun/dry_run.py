@@ -94,7 +94,7 @@ def dry_run_rank(
                     _record_step(shortened, replace(mesh, plan=its_plan), cluster)
                     for shortened, its_plan in (extrapolation.short, extrapolation.long)
                 )
-                # Muon divides the matrices of all layers over ranks, and groups may name layers: no layer adds the same.
+                # Muon divides the matrices of all layers over ranks, and groups may name layers: no two add the same.
                 by_layer = recipe.optimizer.has_muon or recipe.optimizer.groups
                 update = recorded_optimizer(_record_step(recipe, mesh, cluster, passes=False)) if by_layer else None
                 return build_trace(
