@@ -7,7 +7,15 @@ from danlu.spec.catalog import catalog_entries
 from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.model import Model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
-from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, OptimizerConfig, PrecisionConfig, Recipe
+from danlu.spec.recipe import (
+    BatchConfig,
+    BatchRampStage,
+    DataConfig,
+    LRSchedule,
+    OptimizerConfig,
+    PrecisionConfig,
+    Recipe,
+)
 from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.toml import read
 
@@ -55,9 +63,12 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
     """
     values = read(catalog_entries("models")[model]).values | {"vocabulary": 264}
     optimizer: dict[str, Any] = {}
+    ramp: tuple[BatchRampStage, ...] = ()
     for key, value in (changes or {}).items():
         if key == "optimizer":
             optimizer = OPTIMIZERS[value]
+        elif key == "ramp":
+            ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
         elif key in ("balance", "experts", "score", "shared"):
             values["moe"] = values["moe"] | {key: value}
         else:
@@ -68,7 +79,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
         steps=STEPS,
         model=Model.model_validate(values),
         data=DataConfig(shards=shards),
-        batch=BatchConfig(sequences=16, length=32),
+        batch=BatchConfig(sequences=16, length=32, ramp=ramp),
         optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, **optimizer),
         schedule=LRSchedule(kind="cosine", warmup=3),
         precision=PrecisionConfig(),
@@ -201,6 +212,13 @@ def _layouts() -> list[Layout]:
     moe("hsdp × cp × ep 4", replicate=2, shard=2, cp=2, ep=4)
     moe("tp × interleaved × ep", shard=2, tp=2, pp=2, ep=4, microbatches=4, schedule="interleaved", per_rank=2)
     moe("1f1b × cp × tp, a stage without experts", pp=2, cp=2, tp=2, microbatches=4, layers=(1, 3))
+    # A batch that grows.
+    ramp = {"ramp": ((3, 4), (6, 8))}
+    gpt("hsdp, ramp", ramp, replicate=2, shard=2)
+    gpt("fsdp × interleaved, ramp", {"ramp": ((4, 8),)}, shard=2, pp=2, microbatches=4, schedule="interleaved",
+        per_rank=2)  # fmt: skip
+    gpt("fsdp × 1f1b, ramp", {"ramp": ((4, 8),)}, shard=2, pp=2, microbatches=4)
+    moe("ep, accumulate 2, ramp", {"ramp": ((3, 8),)}, shard=2, ep=2, microbatches=4)
     # Muon: matrices assembled from shards of every axis; experts whole, and sharded by their matrices.
     muon = {"optimizer": "muon"}
 

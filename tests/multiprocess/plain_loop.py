@@ -48,7 +48,7 @@ class PlainRun:
 
 
 def rate_of(step: int, recipe: Recipe) -> float:
-    """Linear warm-up; then constant, cosine or linear to the end, or constant with a linear decay at the end."""
+    """Linear warm-up; then constant, cosine or linear to the end, or constant with a decay at the end."""
     schedule, steps, top = recipe.schedule, recipe.steps, recipe.optimizer.learning_rate
     bottom = schedule.final * top
     if step < schedule.warmup:
@@ -61,7 +61,9 @@ def rate_of(step: int, recipe: Recipe) -> float:
         if step < start:
             return top
     done = (step - start) / (steps - start)
-    if schedule.kind == "cosine":
+    if schedule.kind == "wsd" and schedule.shape == "1-sqrt":
+        return top - (top - bottom) * sqrt(done)
+    if schedule.kind == "cosine" or (schedule.kind == "wsd" and schedule.shape == "cosine"):
         return bottom + (top - bottom) * 0.5 * (1 + cos(pi * done))
     return top + (bottom - top) * done
 
@@ -96,7 +98,10 @@ def count_choices(model: nn.Module) -> dict[nn.Module, Tensor]:
 
 
 def train_plainly(recipe: Recipe, model: nn.Module, samples: RandomRows, microbatches: int = 1) -> PlainRun:
-    """Cross-entropy, accumulation, clipping by the whole norm, AdamW that decays matrices, experts evened by bias."""
+    """Cross-entropy, accumulation, clipping by the whole norm, AdamW that decays matrices, experts evened by bias.
+
+    A batch that is still small has fewer microbatches of the same size.
+    """
     settings, batch, run = recipe.optimizer, recipe.batch, PlainRun()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -107,14 +112,18 @@ def train_plainly(recipe: Recipe, model: nn.Module, samples: RandomRows, microba
     loads = count_choices(model)
     words = seed_layers(model, model.layers) if isinstance(getattr(model, "layers", None), nn.ModuleList) else {}
     model.train()
+    first = 0
     for step in range(recipe.steps):
-        first = step * batch.sequences
-        rows = torch.from_numpy(samples.read_samples(np.arange(first, first + batch.sequences)))
+        size = next((stage.sequences for stage in batch.ramp if step < stage.until), batch.sequences)
+        rows = torch.from_numpy(samples.read_samples(np.arange(first, first + size)))
+        first += size
         loss = 0.0
-        for number, piece in enumerate(rows.chunk(microbatches)):
+        for number, piece in enumerate(rows.split(batch.sequences // microbatches)):
             words.update(seed=recipe.seed, step=step, microbatch=number)
             scores = model(piece[:, :-1])
-            share = F.cross_entropy(scores.flatten(0, 1), piece[:, 1:].flatten(), reduction="sum") / batch.tokens
+            share = F.cross_entropy(scores.flatten(0, 1), piece[:, 1:].flatten(), reduction="sum") / (
+                size * batch.length
+            )
             share.backward()
             loss += share.item()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

@@ -39,6 +39,8 @@ NOT_ONE_SETTING = {
     "peak-missing",
     "pipeline-ignored",
     "pipeline-layers-entries",
+    "ramp-starves-the-pipeline",
+    "shape-ignored",
     "source-named-twice",
     "store-unknown",
     "store-without-cache",

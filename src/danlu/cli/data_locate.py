@@ -33,7 +33,7 @@ def locate(
 ) -> None:
     """Show which documents the samples of a step contain: source, shard, tokens, and how they begin."""
     recipe, data_rank, data = _open_run_or_recipe(run, plan, folder, rank)
-    rows = rank_sample_indices((step - 1) * recipe.batch.sequences, recipe.batch.sequences)
+    rows = rank_sample_indices(first := recipe.batch.cursor_after(step - 1), recipe.batch.sequences_at(first))
     if data_rank is not None:
         rows = rank_sample_indices(int(rows[0]), len(rows), *data_rank)
     found = trace_samples(data, np.asarray(rows), _decoder(recipe, data))

@@ -40,6 +40,7 @@ COMPILE_NOTE = (
     "`compile` is true: blocks were run eagerly, because compiled code does not run on FakeTensors. What ranks send is "
     "the same; operators and activations are those of eager code, which keeps more of them."
 )
+RAMP_NOTE = "`batch.ramp` is set: the step is one of the full batch, the largest."
 
 
 def dry_run_ranks(
@@ -83,6 +84,9 @@ def dry_run_rank(
     Layers equal to their neighbors are extrapolated rather than run, unless `all_layers`. `on_note` gets a text where
     the dry run differs from the real run.
     """
+    if recipe.batch.ramp:
+        on_note(RAMP_NOTE)
+        recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"ramp": ()})})
     if plan.compile:
         on_note(COMPILE_NOTE)
         plan = plan.model_copy(update={"compile": False})

@@ -48,7 +48,7 @@ class BatchLoader:
         self.samples = samples
         self.vocabulary = vocabulary
         self.device = mesh.device
-        self.sequences = batch.sequences
+        self.batch = batch
         self.data_shard = (mesh.dp_rank, mesh.plan.degrees.dp)
         self.length = batch.length // mesh.size("cp")
         self.first_column = mesh.coordinate("cp") * self.length
@@ -74,14 +74,15 @@ class BatchLoader:
     def _rows(self, cursor: int) -> NDArray[np.int64]:
         pending = self._pending.pop(cursor, None)
         rows = self._read(cursor) if pending is None else pending.result()
-        wanted = [cursor + number * self.sequences for number in range(1, self.prefetch + 1)]
+        wanted = [cursor := cursor + self.batch.sequences_at(cursor) for _ in range(self.prefetch)]
         self._pending = {
             start: self._pending[start] if start in self._pending else self._begin(start) for start in wanted
         }
         return rows
 
     def _read(self, cursor: int) -> NDArray[np.int64]:
-        return self.samples.read_samples(rank_sample_indices(cursor, self.sequences, *self.data_shard))
+        sequences = self.batch.sequences_at(cursor)
+        return self.samples.read_samples(rank_sample_indices(cursor, sequences, *self.data_shard))
 
     def _begin(self, cursor: int) -> Future[NDArray[np.int64]]:
         """Read a batch in a daemon thread, which does not delay the end of the process."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from danlu.comm.mesh import ParallelMesh
 from danlu.compiler.blocks import apply_compile
 from danlu.framework import precision
+from danlu.framework.batch_ramp import RampedPasses
 from danlu.framework.custom.adapter import CustomModelAdapter
 from danlu.framework.decoder_adapter import DecoderAdapter
 from danlu.framework.gradient_accumulation import GradientAccumulation
@@ -47,17 +48,34 @@ def build_train_state(
         apply_parallelism(module, adapter, plan, mesh, recipe.precision)
     with tensors or nullcontext():
         adapter.init_weights(modules, mesh)
-    loss = partial(_loss, tokens=recipe.batch.tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
+    passes = partial(_passes, recipe, plan, mesh, adapter, modules)
     forward_backward: ForwardBackward
-    if plan.degrees.pp > 1:
-        group = mesh.group("pp")
-        assert group is not None
-        forward_backward = PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
+    if recipe.batch.ramp:
+        forward_backward = RampedPasses(recipe.batch, plan, passes, modules, adapter.layer_seeds)
     else:
-        forward_backward = GradientAccumulation(modules[0], loss, plan.microbatches)
+        forward_backward = passes(plan.microbatches, recipe.batch.tokens)
     blocks = [block for module in modules for block in adapter.blocks(module)]
     optimizer = build_optimizer(modules, recipe.optimizer, blocks)
     return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds), forward_backward
+
+
+def _passes(
+    recipe: Recipe,
+    plan: Plan,
+    mesh: ParallelMesh,
+    adapter: ModelAdapter,
+    modules: list[nn.Module],
+    microbatches: int,
+    tokens: int,
+) -> ForwardBackward:
+    """Forward and backward of a global batch of `tokens`, in so many microbatches on this rank."""
+    loss = partial(_loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
+    if plan.degrees.pp == 1:
+        return GradientAccumulation(modules[0], loss, microbatches)
+    group, stages = mesh.group("pp"), plan.stages_of_rank(mesh.coordinate("pp"))
+    assert group is not None
+    plan = plan.model_copy(update={"microbatches": microbatches})
+    return PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
 
 
 def apply_parallelism(

@@ -73,6 +73,7 @@ def take_step(
 ) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
+    sequences = recipe.batch.sequences_at(state.cursor)
     tokens, targets = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
     loss = stages.forward_backward(tokens, targets)
@@ -86,14 +87,14 @@ def take_step(
         stages.checkpoints.wait_for_staging()  # a save may still be copying the tensors that now change
         state.optimizer_step(rate)
         update_router_biases(state.stage_modules)
-    state.next_step(recipe.batch.sequences)
+    state.next_step(sequences)
     event = StepEvent(
         time=time.time(),
         step=state.step,
         loss=metrics.loss,
         norm=metrics.norm,
         learning_rate=rate,
-        tokens=recipe.batch.tokens,
+        tokens=sequences * recipe.batch.length,
         seconds=time.perf_counter() - started,
         memory=metrics.memory,
         committed=accepted,

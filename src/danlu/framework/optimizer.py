@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from math import cos, pi
+from math import cos, pi, sqrt
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from danlu.framework.moe import Experts
 from danlu.framework.muon import Muon
 from danlu.framework.precision import DTYPES
 from danlu.spec.parameters import ParameterSettings, parameter_settings
-from danlu.spec.recipe import LRSchedule, OptimizerConfig, OptimizerKind
+from danlu.spec.recipe import DecayShape, LRSchedule, OptimizerConfig, OptimizerKind
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -123,5 +123,18 @@ def _factor(step: int, steps: int, schedule: LRSchedule) -> float:
     if step < start:
         return 1.0
     progress = (step - start) / max(1, steps - start)
-    shape = (1 + cos(pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
-    return schedule.final + (1 - schedule.final) * shape
+    shape: DecayShape = (
+        "cosine" if schedule.kind == "cosine" else schedule.shape if schedule.kind == "wsd" else "linear"
+    )
+    return schedule.final + (1 - schedule.final) * _decay(shape, progress)
+
+
+def _decay(shape: DecayShape, progress: float) -> float:
+    """How much of a decay is left after a share of its steps."""
+    match shape:
+        case "cosine":
+            return (1 + cos(pi * progress)) / 2
+        case "1-sqrt":
+            return 1 - sqrt(progress)
+        case "linear":
+            return 1 - progress

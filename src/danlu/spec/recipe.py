@@ -24,6 +24,7 @@ def _model_kind(value: Any) -> str:
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 OptimizerKind = Literal["adamw", "muon"]
+DecayShape = Literal["linear", "cosine", "1-sqrt"]
 
 Access = Literal["owner", "group", "everyone"]
 
@@ -83,18 +84,47 @@ class DataConfig(SpecModel):
         return self.sources or (DataSource(shards=self.shards, source=self.source),)
 
 
+class BatchRampStage(SpecModel):
+    """A smaller batch at the start of a run."""
+
+    until: PositiveInt
+    """Step after which the next stage begins; the last is followed by the full batch."""
+    sequences: int = Field(ge=1, le=10**9)
+    """Sequences of one optimizer step until then, over all ranks."""
+
+
 class BatchConfig(SpecModel):
     """The global batch of one optimizer step, independent of the layout."""
 
     sequences: int = Field(ge=1, le=10**9)
-    """Sequences of one optimizer step, over all ranks."""
+    """Sequences of one optimizer step, over all ranks; after the `ramp`, if there is one."""
     length: SequenceLength
     """Tokens per sequence."""
+    ramp: TupleOf[BatchRampStage] = Field(default=(), max_length=10_000)
+    """Smaller batches at the start of the run; samples keep their order."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in one optimizer step."""
+        """Tokens in one optimizer step; after the ramp, if there is one."""
         return self.sequences * self.length
+
+    def sequences_at(self, cursor: int) -> int:
+        """Sequences of the batch whose first sample is number `cursor`: a pure function, so it needs no state."""
+        done = start = 0
+        for stage in self.ramp:
+            start += (stage.until - done) * stage.sequences
+            done = stage.until
+            if cursor < start:
+                return stage.sequences
+        return self.sequences
+
+    def cursor_after(self, steps: int) -> int:
+        """Samples of the first `steps` steps: the number of the first sample after them."""
+        done = cursor = 0
+        for stage in self.ramp:
+            cursor += (min(stage.until, steps) - done) * stage.sequences
+            done = min(stage.until, steps)
+        return cursor + (steps - done) * self.sequences
 
 
 class OptimizerGroup(SpecModel):
@@ -150,11 +180,13 @@ class LRSchedule(SpecModel):
     """The learning rate over the run, as a factor of the optimizer's `learning_rate`."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Decay after the warm-up: none, half a cosine, linear, or linear at the end only."""
+    """Decay after the warm-up: none, half a cosine, linear, or at the end only (`wsd`)."""
     warmup: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps of linear warm-up."""
     decay: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Steps of decay at the end; for `wsd` only (warm-up, stable, decay). A tenth of the run if omitted."""
+    shape: DecayShape = "linear"
+    """Shape of that decay, for `wsd` only: `linear`, half a `cosine`, or `1-sqrt`, which falls fast at first."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor at the end of the run."""
 

@@ -1,6 +1,6 @@
 """Rules between settings, one small function each, grouped by the files they need."""
 
-from danlu.spec.rules.batch import BATCH_RULES
+from danlu.spec.rules.batch import BATCH_RULES, RAMP_RULES
 from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
@@ -10,7 +10,7 @@ from danlu.spec.rules.recipe import DECODER_SETTING_RULES, SETTING_RULES, precis
 from danlu.spec.rules.regather import CUSTOM_REGATHER_RULES, DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 
-RECIPE_RULES = (*SETTING_RULES, *OPTIMIZER_RULES, *DATA_RULES)
+RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES)
 """Rules inside a recipe."""
 DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, group_patterns_match)
 """The same, where the model is described by its shape."""

@@ -41,8 +41,14 @@ def warmup_fits(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 
 
 def decay_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
-    """`schedule.decay` is used by `wsd` only."""
+    """`schedule.decay` and `schedule.shape` are used by `wsd` only."""
     schedule = recipe.value.schedule
+    if schedule.shape != "linear" and schedule.kind != "wsd":
+        yield recipe.problem(
+            "schedule.shape",
+            f'is "{schedule.shape}", but a schedule of kind "{schedule.kind}" ignores it',
+            'remove it, or set `kind = "wsd"`',
+        )
     if schedule.decay is not None and schedule.kind != "wsd":
         yield recipe.problem(
             "schedule.decay",
