@@ -63,10 +63,13 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
     """
     values = read(catalog_entries("models")[model]).values | {"vocabulary": 264}
     optimizer: dict[str, Any] = {}
+    precision = PrecisionConfig()
     ramp: tuple[BatchRampStage, ...] = ()
     for key, value in (changes or {}).items():
         if key == "optimizer":
             optimizer = OPTIMIZERS[value]
+        elif key == "compute":
+            precision = PrecisionConfig(compute=value)
         elif key == "ramp":
             ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
         elif key in ("balance", "experts", "score", "shared"):
@@ -82,7 +85,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
         batch=BatchConfig(sequences=16, length=32, ramp=ramp),
         optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, **optimizer),
         schedule=LRSchedule(kind="cosine", warmup=3),
-        precision=PrecisionConfig(),
+        precision=precision,
     )
 
 
@@ -247,6 +250,15 @@ def _layouts() -> list[Layout]:
 
 
 LAYOUTS = _layouts()
+FP16_LAYOUTS = [
+    Layout(f"fp16 {name}", model, layout, changes={"compute": "fp16"})
+    for name, model, layout in (
+        ("fsdp × tp", "tiny-llama", _plan(shard=2, tp=2)),
+        ("1f1b", "tiny-llama", _plan(pp=2, microbatches=4)),
+        ("ep", "tiny-moe", _plan(shard=2, ep=2)),
+    )
+]
+"""The same in fp16 with a scaled loss, where sums in another order differ by what fp16 rounds."""
 QUICK = (
     *("accumulate 4", "moe accumulate 4", "fsdp", "tp", "cp", "moe ep", "moe ep, balanced by bias"),
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),

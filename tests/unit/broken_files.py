@@ -264,8 +264,7 @@ CONTRADICTIONS = {
     "group-of-vectors-by-muon": _recipe(
         "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.*.attention*"\nkind = "muon"\n\n[schedule]'
     ),
-    "fp16": _recipe('"bf16"', '"fp16"'),
-    "fp16-of-a-layer": _recipe('"bf16"\n', '"bf16"\n\n[[precision.layers]]\nmatch = "head"\ncompute = "fp16"\n'),
+    "loss-scale-ignored": _recipe('"bf16"', '"bf16"\nloss_scale = {initial = 1024}'),
     "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),
     "uneven-ranks": _plan("shard = 9", recipe=RECIPE.replace("sequences = 16", "sequences = 18"), cluster=CLUSTER),
     "unknown-level": _mapped("tp = 2", "tp = {nod = 2}"),

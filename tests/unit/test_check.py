@@ -32,6 +32,7 @@ NOT_ONE_SETTING = {
     "group-sets-nothing",
     "level-indivisible",
     "level-overfull",
+    "loss-scale-ignored",
     "mapping-without-cluster",
     "muon-settings-ignored",
     "pattern-matches-nothing",

@@ -87,6 +87,8 @@ class Software:
     """Bytes of a parameter as used and gathered; the fp32 copy is an optimizer state."""
     optimizer_bytes: int = 12
     """Bytes of a parameter's optimizer states: its fp32 copy and two moments."""
+    ema: bool = False
+    """Keep an average of the parameters in fp32, sharded like the optimizer's states."""
     muon: MuonTraits | None = None
     """Muon for some matrices, which then have one moment instead of two; AdamW for all parameters if None."""
     init_unsharded: bool = False

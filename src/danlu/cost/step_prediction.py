@@ -23,7 +23,7 @@ from danlu.cost.embedding_head import embedding_head_time
 from danlu.cost.layer_time import PassTime
 from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.layout_shapes import LayoutShapes
-from danlu.cost.memory import MemoryEstimate
+from danlu.cost.memory import EMA_BYTES, MemoryEstimate
 from danlu.cost.muon import muon_time, muon_work
 from danlu.cost.operator_time import elementwise_time
 from danlu.cost.overlap import exposed_time
@@ -296,6 +296,8 @@ class _StepEstimator(LayoutShapes):
             optimizer = self.device.measured.seconds("optimizer", updated)
             if not self.reduces_every_microbatch:
                 reduce += self._fsdp_unit_overhead(mine, contents) / 3
+        if software.ema:  # the average is read and written, the parameter read
+            optimizer += elementwise_time(self.device, 3 * EMA_BYTES * updated, 1)
         if software.overlap_grad_reduce:
             reduce = exposed_time(reduce, stage.backward, self.overheads.contention)
             gather = exposed_time(gather, stage.forward, self.overheads.contention)

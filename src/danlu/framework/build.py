@@ -13,7 +13,9 @@ from danlu.framework import precision
 from danlu.framework.batch_ramp import RampedPasses
 from danlu.framework.custom.adapter import CustomModelAdapter
 from danlu.framework.decoder_adapter import DecoderAdapter
+from danlu.framework.ema import ParameterEma
 from danlu.framework.gradient_accumulation import GradientAccumulation
+from danlu.framework.loss_scale import LossScaler, build_loss_scaler
 from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
@@ -48,7 +50,8 @@ def build_train_state(
         apply_parallelism(module, adapter, plan, mesh, recipe.precision)
     with tensors or nullcontext():
         adapter.init_weights(modules, mesh)
-    passes = partial(_passes, recipe, plan, mesh, adapter, modules)
+    scaler = build_loss_scaler(recipe.precision)
+    passes = partial(_passes, recipe, plan, mesh, adapter, modules, scaler)
     forward_backward: ForwardBackward
     if recipe.batch.ramp:
         forward_backward = RampedPasses(recipe.batch, plan, passes, modules, adapter.layer_seeds)
@@ -56,7 +59,10 @@ def build_train_state(
         forward_backward = passes(plan.microbatches, recipe.batch.tokens)
     blocks = [block for module in modules for block in adapter.blocks(module)]
     optimizer = build_optimizer(modules, recipe.optimizer, blocks)
-    return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds), forward_backward
+    state = TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds, loss_scaler=scaler)
+    if recipe.ema:
+        state.ema = ParameterEma(recipe.ema.decay, state.named_parameters())
+    return state, forward_backward
 
 
 def _passes(
@@ -65,17 +71,27 @@ def _passes(
     mesh: ParallelMesh,
     adapter: ModelAdapter,
     modules: list[nn.Module],
+    scaler: LossScaler | None,
     microbatches: int,
     tokens: int,
 ) -> ForwardBackward:
     """Forward and backward of a global batch of `tokens`, in so many microbatches on this rank."""
-    loss = partial(_loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
+    loss: Callable[[Tensor, Tensor], Tensor] = partial(
+        _loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp")
+    )
+    if scaler:
+        loss = partial(_scaled, loss, scaler)
     if plan.degrees.pp == 1:
         return GradientAccumulation(modules[0], loss, microbatches)
     group, stages = mesh.group("pp"), plan.stages_of_rank(mesh.coordinate("pp"))
     assert group is not None
     plan = plan.model_copy(update={"microbatches": microbatches})
     return PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
+
+
+def _scaled(loss: Callable[[Tensor, Tensor], Tensor], scaler: LossScaler, logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss times the scale of this step."""
+    return scaler.apply(loss(logits, targets))
 
 
 def apply_parallelism(

@@ -76,17 +76,27 @@ def take_step(
     sequences = recipe.batch.sequences_at(state.cursor)
     tokens, targets = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
+    scaler = state.loss_scaler
+    if scaler:
+        scaler.set_auxiliary(state.stage_modules)
     loss = stages.forward_backward(tokens, targets)
     stop = stages.stop_requested() or stages.checkpoints.too_many_failures
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 
     rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
-    accepted = guard.accept_step(metrics.loss, metrics.norm)
+    if scaler:
+        metrics = scaler.unscaled(metrics)
+    accepted = guard.accept_step(metrics.loss, metrics.norm, overflow=scaler is not None and scaler.can_back_off)
     if accepted:
+        if scaler:
+            scaler.unscale_gradients(state.parameters())
         clip_grads_with_norm(state.parameters(), metrics.norm, recipe.optimizer.clip)
         stages.checkpoints.wait_for_staging()  # a save may still be copying the tensors that now change
         state.optimizer_step(rate)
         update_router_biases(state.stage_modules)
+    scale = scaler.scale if scaler else None
+    if scaler:
+        scaler.update(accepted)
     state.next_step(sequences)
     event = StepEvent(
         time=time.time(),
@@ -99,5 +109,6 @@ def take_step(
         memory=metrics.memory,
         committed=accepted,
         imbalance=metrics.imbalance,
+        loss_scale=scale,
     )
     return StepResult(event, metrics.stop_requested)

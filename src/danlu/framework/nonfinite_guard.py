@@ -21,10 +21,16 @@ class NonFiniteGuard:
         self.patience = patience
         self.consecutive_skips = 0
 
-    def accept_step(self, loss: float, norm: float) -> bool:
-        """Whether loss and norm are finite, so that the step may be applied."""
+    def accept_step(self, loss: float, norm: float, overflow: bool = False) -> bool:
+        """Whether loss and norm are finite, so that the step may be applied.
+
+        Where it may be an `overflow` of fp16, a step that is not finite is skipped without being counted.
+        """
         finite = isfinite(loss) and isfinite(norm)
-        self.consecutive_skips = 0 if finite else self.consecutive_skips + 1
+        if finite:
+            self.consecutive_skips = 0
+        elif not overflow:
+            self.consecutive_skips += 1
         return finite
 
     def raise_if_diverged(self, loss: float, norm: float, step: int) -> None:

@@ -115,6 +115,7 @@ def software_for(
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
         gradient_bytes=_BYTES[precision.reduce],
+        ema=request.recipe.ema is not None,
         muon=muon_traits(request.model, request.recipe.optimizer),
     )
 

@@ -67,6 +67,8 @@ class StepEvent(SpecModel):
     """Largest memory of any rank so far, in bytes."""
     committed: bool = True
     """False when loss or norm was not finite and the update was skipped."""
+    loss_scale: FiniteFloat | None = None
+    """Scale of the loss in this step, where anything is fp16; a step that overflowed was not committed."""
     imbalance: float | None = None
     """Load of the busiest expert over the mean, averaged over the expert layers."""
 

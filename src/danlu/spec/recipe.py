@@ -1,5 +1,6 @@
 """What to train: model, data, batch, optimizer, precision, steps."""
 
+from math import log2
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -202,6 +203,24 @@ class LayerPrecision(SpecModel):
     """Dtype in which their gradients are summed over ranks."""
 
 
+class LossScaleConfig(SpecModel):
+    """Scale of the loss where anything is fp16: halved by an overflow, doubled after enough steps without one."""
+
+    initial: float = Field(default=65536.0, ge=1, le=2**24)
+    """Scale at the start of the run: a power of 2."""
+    growth_interval: PositiveInt = 2000
+    """Steps without an overflow after which it doubles."""
+
+    @model_validator(mode="after")
+    def _power_of_two(self) -> Self:
+        if not log2(self.initial).is_integer():
+            near = 2 ** round(log2(self.initial))
+            raise ValueError(
+                f"`initial` must be a power of 2, so that scaling loses no bit, but is {self.initial}\ninitial = {near}"
+            )
+        return self
+
+
 class PrecisionConfig(SpecModel):
     """Dtypes of compute and of gradient reduction; parameters and optimizer states are always in fp32."""
 
@@ -211,12 +230,27 @@ class PrecisionConfig(SpecModel):
     """Dtype in which gradients are summed over ranks."""
     layers: TupleOf[LayerPrecision] = Field(default=(), max_length=10_000)
     """Groups of layers with another precision; the last match wins."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Loss scaling; used if anything is fp16."""
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Whether anything is computed or reduced in fp16."""
+        groups = [(self.compute, self.reduce), *((group.compute, group.reduce) for group in self.layers)]
+        return any("fp16" in group for group in groups)
 
     @property
     def label(self) -> str:
         """The run's precision: `bf16`, or `bf16 (fp32 in blocks.0)` if groups of layers differ."""
         others = [f"{group.compute} in {group.match}" for group in self.layers if group.compute != self.compute]
         return f"{self.compute} ({', '.join(others)})" if others else self.compute
+
+
+class EmaConfig(SpecModel):
+    """An exponential moving average of the parameters, beside them."""
+
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    """Share of the average that stays in every step."""
 
 
 class CheckpointConfig(SpecModel):
@@ -287,6 +321,8 @@ class Recipe(SpecModel):
     """The learning rate over the run."""
     precision: PrecisionConfig = PrecisionConfig()
     """Dtypes; fp32 throughout if omitted."""
+    ema: EmaConfig | None = None
+    """An average of the parameters to export; none if omitted."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When and where to save."""
 
