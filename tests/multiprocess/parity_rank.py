@@ -15,7 +15,6 @@ from worlds import Worlds
 
 from danlu.spec.plan import Plan
 
-
 EVERY = [*LAYOUTS, *FP16_LAYOUTS]
 
 

@@ -26,6 +26,7 @@ def export_hf(
     run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A run; its newest checkpoint, or that of STEP.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must be new.")],
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of the weights in the files.")] = "fp32",
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (`[ema]`), not the weights.")] = False,
     folder: RunsDirOption = DEFAULT_RUNS_DIR,
     tolerance: Tolerance = None,
     compare: Compare = True,
@@ -52,7 +53,9 @@ def export_hf(
         message = f"trains a custom model (`{recipe.model.factory}`), whose Hugging Face family Danlu does not know"
         hint = "save it from Python: danlu.Checkpointer reads its checkpoints into any layout"
         raise SpecError([_run_problem(run, message, hint)])
-    model = recipe.model
+    if ema and recipe.ema is None:
+        raise SpecError([_run_problem(run, "keeps no average of its weights", "omit --ema; a run needs a table [ema]")])
+    model, prefix = recipe.model, "ema" if ema else "model"
     where, options = run_store_location(found, recipe.checkpoint)
     checkpoints = open_checkpoint_engine(where, recipe.checkpoint.keep, World(), options=options)
     chosen = choose_step(name, step, checkpoints.checkpoint_dir.resumable_steps())
@@ -60,7 +63,7 @@ def export_hf(
 
     def read(parameter: str) -> torch.Tensor:
         tensor = torch.empty(shapes[parameter])
-        checkpoints.load_full(chosen, {f"model.{parameter}": tensor})
+        checkpoints.load_full(chosen, {f"{prefix}.{parameter}": tensor})
         return tensor
 
     imported = Path(recipe.weights) if recipe.weights else None

@@ -310,7 +310,8 @@ class Recipe(SpecModel):
     ]
     """Shape of the model, or the code that builds it."""
     weights: str = ""
-    """Folder of `danlu import hf` to start from, relative to the recipe; it gives the fields that `model` omits."""
+    """Folder of `danlu import hf` or of `danlu ckpt average` to start from, relative to the recipe; it gives the fields
+    that `model` omits. A run's folder gives its newest checkpoint."""
     data: DataConfig
     """Training data."""
     batch: BatchConfig
