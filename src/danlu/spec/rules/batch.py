@@ -6,7 +6,7 @@ from danlu.spec.divisors import closest, closest_divisor, closest_multiple
 from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import BatchConfig, Recipe
 from danlu.spec.rules.shape import LayoutRule
 
 
@@ -97,6 +97,15 @@ def ramp_rises(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
                 f"sequences = {max(1, (smaller + larger) // 2)}",
             )
         before, smaller = max(before, stage.until), stage.sequences
+
+
+def ramp_divides(batch: BatchConfig, data_ranks: int, microbatches: int, *, pipeline: bool) -> bool:
+    """Whether every stage of a ramp is whole microbatches of the full batch's size, or one smaller one."""
+    unit = batch.sequences // microbatches
+    return all(
+        stage.sequences % data_ranks == 0 if stage.sequences < unit and not pipeline else stage.sequences % unit == 0
+        for stage in batch.ramp
+    )
 
 
 def ramp_keeps_microbatches(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
