@@ -55,12 +55,11 @@ class TrainState:
         """Take an optimizer step."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)
-        if self.ema is None:
-            self.optimizer.step()
-            return
-        self.ema.start(self.parameters())
+        if self.ema is not None:
+            self.ema.start(self.parameters())
         self.optimizer.step()
-        self.ema.update(self.parameters())
+        if self.ema is not None:
+            self.ema.update(self.parameters())
 
     def next_step(self, samples: int) -> None:
         """Advance to the next step, whether or not this one was applied."""
