@@ -22,12 +22,14 @@ from danlu.comm.world import World
 from danlu.framework.atomic_append import AtomicAppendFile
 from danlu.framework.build import build_train_state
 from danlu.framework.checkpoint_manager import CheckpointManager
+from danlu.framework.evaluation import Evaluation
 from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.nonfinite_guard import stop_on_signal
 from danlu.framework.precision import DTYPES
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
+from danlu.framework.stages import NoEvaluation
 from danlu.framework.train_data import TrainData
 from danlu.framework.weights import load_weights
 from danlu.spec import (
@@ -171,6 +173,7 @@ class Session:
             manager.checkpoints.start_scrubbing(3600 * recipe.checkpoint.scrub)
         link.report_phase("opening the data")
         data = TrainData(self.run, recipe, mesh, state.cursor)
+        evaluation = Evaluation(recipe, mesh, state, events.warn) if recipe.evaluation.data else NoEvaluation()
         link.report_phase("measuring the peak of this machine")
         started = self._start_event(state.step, data.dataset.baseline_loss)
         if self.rank_info.is_single_host:
@@ -182,7 +185,7 @@ class Session:
                 for event in (started, *_add_continuity(events.waiting, self.run, data.dataset)):
                     writer.write(event)
             memory_peak = self.chip.runtime.max_memory
-            stages = TrainStages(data, forward_backward, manager, events, stop, memory_peak)
+            stages = TrainStages(data, forward_backward, manager, evaluation, events, stop, memory_peak)
             try:
                 run_training_loop(recipe, state, mesh, stages)
                 manager.close()

@@ -84,7 +84,7 @@ def main() -> None:
 
     ended = ""
     try:
-        stages = TrainStages(FixedData(batches), watched, Digests(digests), KeptSteps(reports))
+        stages = TrainStages(FixedData(batches), watched, Digests(digests), events=KeptSteps(reports))
         run_training_loop(recipe, state, mesh, stages)
     except DivergedError as error:
         ended = str(error)

@@ -9,7 +9,16 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.build import ForwardBackward
 from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.optimizer import learning_rate
-from danlu.framework.stages import CheckpointStage, DataStage, EventSink, IgnoreEvents, MetricsStage, NoCheckpoints
+from danlu.framework.stages import (
+    CheckpointStage,
+    DataStage,
+    EvaluationStage,
+    EventSink,
+    IgnoreEvents,
+    MetricsStage,
+    NoCheckpoints,
+    NoEvaluation,
+)
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import compute_step_metrics, update_router_biases
 from danlu.parallel.grad_norm import clip_grads_with_norm
@@ -27,11 +36,12 @@ def _unknown_memory() -> int:
 
 @dataclass(frozen=True)
 class TrainStages:
-    """What the loop calls. What is left out does nothing: no checkpoints, no events, no request to stop."""
+    """What the loop calls. What is left out does nothing: no checkpoints, evaluation or events, no request to stop."""
 
     data: DataStage
     forward_backward: ForwardBackward
     checkpoints: CheckpointStage = field(default_factory=NoCheckpoints)
+    evaluation: EvaluationStage = field(default_factory=NoEvaluation)
     events: EventSink = field(default_factory=IgnoreEvents)
     stop_requested: Callable[[], bool] = _never
     """Whether this rank was asked to stop; all ranks stop after the same step."""
@@ -56,6 +66,7 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
     """
     guard, last = NonFiniteGuard(), False
     while state.step < recipe.steps and not last:
+        _evaluate_if_due(state, stages)  # a run that was asked to stop does this when it resumes
         step = take_step(recipe, state, mesh, stages, guard)
         stages.events.write(step.event)
         guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
@@ -66,6 +77,13 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
         was_due = stages.checkpoints.save_if_due(state, last)  # in the background; the last one is waited for
         if was_due and not last:
             stages.data.refresh(state.cursor)  # a broadcast: all ranks read appended data from the same sample on
+    if state.step == recipe.steps:
+        _evaluate_if_due(state, stages)
+
+
+def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:
+    if (evaluated := stages.evaluation.run_if_due(state)) is not None:
+        stages.events.write(evaluated)
 
 
 def take_step(

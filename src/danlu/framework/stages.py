@@ -10,7 +10,7 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchSource
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics
-from danlu.spec.event import Event
+from danlu.spec.event import EvaluationEvent, Event
 
 
 class DataStage(BatchSource, Protocol):
@@ -39,6 +39,14 @@ class CheckpointStage(Protocol):
 
     def save_if_due(self, state: TrainState, last: bool) -> bool:
         """Save if it is time to, and at the end; whether it was."""
+        ...
+
+
+class EvaluationStage(Protocol):
+    """Loss on held-out data; `Evaluation` is the one of a run."""
+
+    def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
+        """Evaluate if it is time to; called by all ranks together, between two steps."""
         ...
 
 
@@ -93,6 +101,14 @@ class NoCheckpoints:
     def save_if_due(self, state: TrainState, last: bool) -> bool:
         """Never."""
         return False
+
+
+class NoEvaluation:
+    """Evaluates nothing."""
+
+    def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
+        """Never."""
+        return None
 
 
 class IgnoreEvents:

@@ -7,7 +7,7 @@ from danlu.report.terminal import Console, print_warning
 from danlu.spec import Recipe, SpecError, toml
 from danlu.spec.load import ParsedSpec
 from danlu.spec.problem import format_key
-from danlu.spec.recipe import DataSource
+from danlu.spec.recipe import ShardSource
 from danlu.spec.rules.data import is_remote
 from danlu.storage.data.build import BuildResult, build_dataset
 from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex
@@ -26,12 +26,14 @@ def ensure_dataset(recipe: ParsedSpec[Recipe], console: Console) -> None:
     for number, source in enumerate(data.datasets):
         key_path = ("data", "sources", number, "shards") if data.sources else ("data", "shards")
         _ensure_source(recipe, key_path, source, tokenizer, console)
+    for number, held_out in enumerate(value.evaluation.data):
+        _ensure_source(recipe, ("evaluation", "data", number, "shards"), held_out, tokenizer, console)
     # raises if it has not one sample
     MixtureDataset.from_recipe(data, value.batch.length, value.seed, on_warning=print_warning)
 
 
 def _ensure_source(
-    recipe: ParsedSpec[Recipe], key_path: toml.KeyPath, source: DataSource, tokenizer: Tokenizer, console: Console
+    recipe: ParsedSpec[Recipe], key_path: toml.KeyPath, source: ShardSource, tokenizer: Tokenizer, console: Console
 ) -> None:
     """Build one data set of the recipe if it does not exist yet, and check that it has the recipe's tokenizer."""
     folder = Path(source.shards)

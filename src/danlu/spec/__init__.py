@@ -13,6 +13,7 @@ from danlu.spec.cluster import (
 )
 from danlu.spec.event import (
     EndEvent,
+    EvaluationEvent,
     Event,
     PreflightEvent,
     RankFailureEvent,
@@ -36,6 +37,7 @@ __all__ = [
     "CollectiveOp",
     "Degrees",
     "EndEvent",
+    "EvaluationEvent",
     "Event",
     "FailureRates",
     "Model",

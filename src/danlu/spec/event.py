@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from math import nan
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -69,6 +70,26 @@ class StepEvent(SpecModel):
     """False when loss or norm was not finite and the update was skipped."""
     imbalance: float | None = None
     """Load of the busiest expert over the mean, averaged over the expert layers."""
+
+
+class EvaluationEvent(SpecModel):
+    """Loss on held-out data, the same at every layout."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    time: Timestamp
+    step: BoundedInt
+    """Steps done."""
+    losses: dict[str, float]
+    """Mean cross-entropy by data set, in nats per token."""
+    tokens: dict[str, BoundedInt]
+    """Tokens of each data set that were predicted."""
+    seconds: FiniteFloat
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens of all data sets."""
+        total = sum(self.tokens.values())
+        return sum(self.losses[name] * count for name, count in self.tokens.items()) / total if total else nan
 
 
 class SaveEvent(SpecModel):
@@ -166,7 +187,15 @@ class EndEvent(SpecModel):
 
 
 Event = Annotated[
-    StartEvent | StepEvent | SaveEvent | ResumeEvent | PreflightEvent | WarningEvent | RankFailureEvent | EndEvent,
+    StartEvent
+    | StepEvent
+    | EvaluationEvent
+    | SaveEvent
+    | ResumeEvent
+    | PreflightEvent
+    | WarningEvent
+    | RankFailureEvent
+    | EndEvent,
     Field(discriminator="kind"),
 ]
 _MAX_LISTED_KINDS, _MAX_KIND_LENGTH = 4, 40

@@ -32,15 +32,20 @@ def has_experts(model: Model | CustomModel) -> bool:
     return isinstance(model, Model) and model.moe is not None
 
 
-class DataSource(SpecModel):
-    """One dataset of a mixture."""
+class ShardSource(SpecModel):
+    """Token shards, and what to build them from if the folder does not exist yet."""
 
     shards: str
     """Folder of token shards, relative to the recipe, or `s3://bucket/prefix`."""
-    weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
-    """Its share of the samples, relative to the sum of all weights."""
     source: TupleOf[str] = ()
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
+
+
+class DataSource(ShardSource):
+    """One dataset of a mixture."""
+
+    weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
+    """Its share of the samples, relative to the sum of all weights."""
 
 
 class DataConfig(SpecModel):
@@ -80,6 +85,24 @@ class DataConfig(SpecModel):
     def datasets(self) -> tuple[DataSource, ...]:
         """The datasets, one or several."""
         return self.sources or (DataSource(shards=self.shards, source=self.source),)
+
+
+class EvaluationSource(ShardSource):
+    """A held-out data set; it has the tokenizer of `[data]`."""
+
+    name: Name
+    """What its loss is called in events, tables and charts."""
+
+
+class EvaluationConfig(SpecModel):
+    """Loss on held-out data: before the first step, every so many steps, and at the end of the run."""
+
+    every: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Steps between evaluations; 0 evaluates only at the end of the run."""
+    tokens: PositiveInt = 1 << 20
+    """Tokens to read of each data set, in sequences spread evenly over it; all of it if it has fewer."""
+    data: TupleOf[EvaluationSource] = Field(default=(), max_length=1_000)
+    """Held-out data sets, each with a loss of its own."""
 
 
 class BatchConfig(SpecModel):
@@ -224,6 +247,8 @@ class Recipe(SpecModel):
     """Dtypes; fp32 throughout if omitted."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When and where to save."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out data and when to evaluate on it; no evaluation if omitted."""
 
     @property
     def decoder(self) -> Model:

@@ -1,0 +1,65 @@
+"""Held-out loss is the same number at every layout, and evaluating changes nothing of the training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deviations import selected, worst
+from evaluation_rank import RANK_FILE, READ, STEPS, TOKENS
+from layouts import LAYOUTS, Layout
+from ranks import run_ranks
+from tiers import tiered
+
+from danlu.storage.data.build import build_dataset
+from danlu.storage.data.tokenizer import BytesTokenizer
+
+pytestmark = pytest.mark.timeout(900)
+BAR = 1e-6
+NAMES = (
+    *("accumulate 4", "moe accumulate 4", "fsdp, kept gathered", "hsdp, accumulate 2", "tp", "cp", "gpt tied, tp"),
+    *("moe ep, balanced by bias", "moe ep over tp", "gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
+    *("fsdp, compiled", "fsdp, recompute full", "fsdp × tp × 1f1b", "tp × zbv", "cp × interleaved"),
+    *("fsdp × cp × tp", "moe 1f1b × ep", "moe hsdp × cp × ep 4"),
+)
+QUICK = ("fsdp, kept gathered", "moe ep, balanced by bias", "zbv", "tp × zbv")
+CHOSEN = [layout for layout in LAYOUTS if layout.name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """What every rank of every selected layout found."""
+    text = "".join(file.read_text() for file in sorted(Path(pytest.__file__).parent.glob("*.py")))
+    for name, tokens in TOKENS.items():
+        (folder / f"{name}.txt").write_text(text[: tokens - 1])  # one more token ends the document
+        build_dataset([str(folder / f"{name}.txt")], folder / name, BytesTokenizer())
+    names = selected(request)
+    chosen = [layout for layout in CHOSEN if layout.name in names]
+    run_ranks(RANK_FILE, max(each.plan.degrees.world for each in chosen), str(folder), json.dumps(names), seconds=800)
+    told = [json.loads(file.read_text()) for file in folder.glob("evaluation-*.json")]
+    return {layout.name: [each for each in told if each["name"] == layout.name] for layout in chosen}
+
+
+@pytest.mark.parametrize("layout", tiered(CHOSEN, QUICK))
+def test_held_out_loss_is_that_of_one_process(
+    layout: Layout, results: dict[str, list[dict[str, Any]]], folder: Path
+) -> None:
+    expected = json.loads((folder / f"{layout.reference}.json").read_text())
+    ranks = results[layout.name]
+    assert len(ranks) == layout.plan.degrees.world
+    for each in ranks:
+        assert each["steps"] == [*range(STEPS + 1)]
+        assert each["tokens"] == {"long": READ, "short": 5 * 32}
+        assert each["undisturbed"], "evaluation changed losses, norms or balance of the training"
+        apart = worst(
+            abs(found[name] - wanted[name]) / wanted[name]
+            for found, wanted in zip(each["evaluations"], expected["evaluations"], strict=True)
+            for name in TOKENS
+        )
+        assert apart <= BAR, apart
+        plain = worst(abs(each["evaluations"][-1][name] - expected["plain"][name]) for name in TOKENS)
+        assert plain <= 1e-5, plain  # after training: parameters of layouts differ by rounding
+
+
+def test_enough_layouts() -> None:
+    assert len(CHOSEN) == len(NAMES) >= 12
