@@ -29,12 +29,13 @@ from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.nonfinite_guard import stop_on_signal
 from danlu.framework.precision import DTYPES
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
-from danlu.framework.stages import NoEvaluation
+from danlu.framework.stages import EvaluationStage, NoEvaluation
 from danlu.framework.train_data import TrainData
 from danlu.framework.weights import load_weights
 from danlu.spec import (
     Cluster,
     EndEvent,
+    EvaluationEvent,
     Event,
     RankFailureEvent,
     ResumeEvent,
@@ -67,8 +68,11 @@ def run_worker(
     *,
     locked: bool = False,
     peak_cache: Path | None = None,
+    evaluate_step: int | None = None,
 ) -> None:
     """Train the run in `run` as one rank; resumes from its newest checkpoint if there is one.
+
+    With `evaluate_step` the checkpoint of that step is evaluated instead, and nothing is trained.
 
     The FLOP/s that were measured on this machine are kept in `peak_cache`. Whoever launches ranks holds the run's lock
     before it writes anything; where nobody does (`locked` is false), rank 0 takes it.
@@ -79,7 +83,10 @@ def run_worker(
         with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
             link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
             with Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache) as session:
-                session.train(stop)
+                if evaluate_step is None:
+                    session.train(stop)
+                else:
+                    session.evaluate(evaluate_step)
     except Exception as error:
         unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
         step = session.step if session is not None else None
@@ -173,7 +180,9 @@ class Session:
             manager.checkpoints.start_scrubbing(3600 * recipe.checkpoint.scrub)
         link.report_phase("opening the data")
         data = TrainData(self.run, recipe, mesh, state.cursor)
-        evaluation = Evaluation(recipe, mesh, state, events.warn) if recipe.evaluation.data else NoEvaluation()
+        evaluation: EvaluationStage = NoEvaluation()
+        if recipe.evaluation.data:
+            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
         link.report_phase("measuring the peak of this machine")
         started = self._start_event(state.step, data.dataset.baseline_loss)
         if self.rank_info.is_single_host:
@@ -194,6 +203,24 @@ class Session:
             outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
             events.write(EndEvent(time=time.time(), step=state.step, outcome=outcome))
         return outcome
+
+    def evaluate(self, step: int) -> EvaluationEvent:
+        """Evaluate the checkpoint of a step on the recipe's held-out data; rank 0 writes the event."""
+        recipe, mesh, link = self.recipe, self.mesh, self.link
+        link.report_phase("building the model")
+        state, _ = build_train_state(recipe, mesh.plan, mesh)
+        link.report_phase("reading the checkpoint")
+        checkpoints = self._open_checkpoints()
+        checkpoints.load(step, state.model_tensors())
+        checkpoints.close()
+        events = RankEvents(mesh.rank)
+        evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
+        evaluated = evaluation.run(step)
+        if mesh.rank == 0:
+            with EventWriter(self.run, step, link.report_event) as writer:
+                for event in (*events.waiting, evaluated):
+                    writer.write(event)
+        return evaluated
 
     def _open_checkpoints(self) -> CheckpointEngine:
         config = self.recipe.checkpoint

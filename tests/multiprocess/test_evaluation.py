@@ -1,6 +1,8 @@
 """Held-out loss is the same number at every layout, and evaluating changes nothing of the training."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from layouts import LAYOUTS, Layout
 from ranks import run_ranks
 from tiers import tiered
 
+from danlu.spec import RunFolder
 from danlu.storage.data.build import build_dataset
 from danlu.storage.data.tokenizer import BytesTokenizer
 
@@ -63,3 +66,30 @@ def test_held_out_loss_is_that_of_one_process(
 
 def test_enough_layouts() -> None:
     assert len(CHOSEN) == len(NAMES) >= 12
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_was(folder: Path, tmp_path: Path) -> None:
+    """`danlu train` with evaluation on one rank, then `danlu evaluate` on two: the same losses."""
+    (tmp_path / "held.txt").write_text("What was not read says whether a model learns. " * 40)
+    recipe = f"""
+        name = "small"
+        steps = 2
+        model = {{ base = "tiny-llama", vocabulary = 264 }}
+        data = {{ shards = "{folder / "shards"}" }}
+        batch = {{ sequences = 4, length = 64 }}
+        evaluation = {{ data = [{{ name = "kept", shards = "held", source = ["held.txt"] }}] }}
+    """
+    (tmp_path / "recipe.toml").write_text(recipe)
+
+    def danlu(*arguments: str) -> str:
+        command = [sys.executable, "-m", "danlu", *arguments]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    danlu("train", "recipe.toml")
+    events = [event for event in RunFolder(tmp_path / "runs" / "small").read_events() if event.kind == "evaluated"]
+    assert [event.step for event in events] == [2]
+    told = json.loads(danlu("evaluate", "small@2", "--nproc", "2", "--json"))
+    assert told["data"]["kept"]["tokens"] == events[0].tokens["kept"] == 1856
+    assert told["data"]["kept"]["loss"] == pytest.approx(events[0].losses["kept"], rel=BAR)

@@ -11,6 +11,7 @@ from danlu.cli.catalog import catalog
 from danlu.cli.check import check
 from danlu.cli.chips import chips
 from danlu.cli.dryrun import dryrun
+from danlu.cli.evaluate import evaluate
 from danlu.cli.launch import launch
 from danlu.cli.option_rules import apply_option_rules
 from danlu.cli.plan import PlanCommand, plan
@@ -72,6 +73,7 @@ app.command()(launch)
 app.command()(stop)
 app.command()(runs)
 app.command()(show)
+app.command()(evaluate)
 app.command()(rm)
 app.command()(check)
 app.command(cls=PlanCommand)(plan)

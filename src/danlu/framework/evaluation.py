@@ -49,7 +49,16 @@ class _HeldOut:
 class Evaluation:
     """Evaluates the recipe's held-out data sets. All ranks create one, and call it, together."""
 
-    def __init__(self, recipe: Recipe, mesh: ParallelMesh, state: TrainState, on_warning: OnWarning) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: ParallelMesh,
+        state: TrainState,
+        on_warning: OnWarning,
+        report_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """`report_phase` is told what is being evaluated, and nothing when training goes on."""
+        self.report_phase = report_phase
         self.every, self.steps = recipe.evaluation.every, recipe.steps
         self._mesh, self._modules = mesh, state.stage_modules
         self._vocabulary, self._length = recipe.model.vocabulary, recipe.batch.length
@@ -77,9 +86,10 @@ class Evaluation:
         """Evaluate every data set; `step` is that of the event."""
         started = time.perf_counter()
         with evaluation_mode(self._modules):
-            shares = [self._mean_share(held_out) for held_out in self._sets.values()]
+            shares = [self._mean_share(name, held_out) for name, held_out in self._sets.items()]
         means = torch.tensor(shares, dtype=torch.float32, device=self._mesh.device)
         self._mesh.world.all_reduce(means)
+        self.report_phase("")
         return EvaluationEvent(
             time=time.time(),
             step=step,
@@ -88,8 +98,9 @@ class Evaluation:
             seconds=time.perf_counter() - started,
         )
 
-    def _mean_share(self, held_out: _HeldOut) -> float:
+    def _mean_share(self, name: str, held_out: _HeldOut) -> float:
         """This rank's share of the mean loss of a data set."""
+        self.report_phase(f"evaluating on {name}")
         losses: list[Tensor] = []
         for _ in range(held_out.samples.padded // held_out.rows):
             tokens, targets = held_out.loader.at(held_out.cursor)

@@ -11,7 +11,7 @@ from typing import Self
 
 from danlu.framework.atomic_append import AtomicAppendFile
 from danlu.framework.tensorboard import TensorBoardWriter
-from danlu.spec.event import Event, StepEvent, WarningEvent
+from danlu.spec.event import EvaluationEvent, Event, StepEvent, WarningEvent
 from danlu.spec.run_folder import RunFolder
 
 MAX_BUFFERED_EVENTS = 10_000
@@ -43,6 +43,9 @@ class EventWriter:
             self._write_waiting()
             if isinstance(event, StepEvent):
                 self._chart(event)
+            elif isinstance(event, EvaluationEvent):
+                scalars = {f"held-out loss/{name}": loss for name, loss in event.losses.items()}
+                self._charts.add_scalars(event.step, event.time, scalars)
         except OSError as error:
             self._warn(error)
         if self._waiting:

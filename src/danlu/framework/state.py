@@ -61,9 +61,7 @@ class TrainState:
         """Every tensor of the state by global name, the optimizer's included (created first if it has none yet)."""
         if not self.optimizer.state:
             self._prime_optimizer()
-        tensors: dict[str, Tensor] = {}
-        for stage_module in self.stage_modules:
-            tensors |= {f"model.{name}": tensor for name, tensor in stage_module.state_dict().items()}
+        tensors = self.model_tensors()
         moved = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.named_parameters():
             state = self.optimizer.state.get(parameter, {})
@@ -71,6 +69,14 @@ class TrainState:
                 raise RuntimeError(f"parameter {name} must have optimizer state to be saved, but has none")
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
         return tensors
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The tensors of the model by global name, without the optimizer's."""
+        return {
+            f"model.{name}": tensor
+            for stage_module in self.stage_modules
+            for name, tensor in stage_module.state_dict().items()
+        }
 
     def scalars(self) -> dict[str, Any]:
         """The scalars of the state."""

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from danlu.report import formatting
 from danlu.report.checkpoints import format_save, format_save_estimate, resume_rows
+from danlu.report.evaluations import format_evaluation
 from danlu.report.event_tail import EventTail
 from danlu.report.run_history import RunHistory
 from danlu.report.terminal import Console
@@ -49,6 +50,8 @@ class ProgressDisplay:
         self._warned: set[str] = set()
         self._reported_problems = 0
         self._phase, self._phase_since, self._phase_printed = "", clock(), False
+        self._phase_over = False
+        """Whether a step was done since the phase was reported."""
         self.history.add(self._tail.poll())
 
     def __enter__(self) -> "ProgressDisplay":
@@ -62,11 +65,14 @@ class ProgressDisplay:
     def update(self, unwritten: Iterable[str] = (), phase: str = "") -> None:
         """Read and show new events, and `unwritten` ones that could not be written to a full disk.
 
-        `phase` is what the processes do until their first step is done.
+        `phase` is what the processes do until their next step is done.
         """
         fresh = [*self._tail.poll(), *parse_known_events(unwritten, self._tail.unknown)]
         if phase != self._phase:
             self._phase, self._phase_since, self._phase_printed = phase, self._clock(), False
+            self._phase_over = False
+        elif any(isinstance(event, StepEvent) for event in fresh):
+            self._phase_over = True
         self.history.add(fresh)
         self._under_way |= any(isinstance(event, StartEvent | StepEvent) for event in fresh)
         self._print_events(fresh)
@@ -120,8 +126,10 @@ class ProgressDisplay:
             Text(_format_eta(self.history), style="dim"),
         )
         line = Text.assemble(("loss ", "dim"), *_figures(self.history), overflow="ellipsis", no_wrap=True)
-        if not recent_steps(self.history) and self._phase:
+        if self._phase and not self._phase_over:
             line = Text(self._format_phase(), style="dim", overflow="ellipsis", no_wrap=True)
+        if self.history.evaluated:
+            line.append(f"  {format_evaluation(self.history.evaluations[-1])}")
         if self._saved:
             line.append(f"  {format_save(self._saved)}", "dim")
         self._screen.update(Group(bar, line), refresh=True)
@@ -130,8 +138,8 @@ class ProgressDisplay:
         return f"{self._phase} … {self._clock() - self._phase_since:.0f} s" if self._phase else ""
 
     def _print_phase(self) -> None:
-        """A plain line, once, for a slow phase before the first step."""
-        waits = self._phase and not (self._under_way and recent_steps(self.history))
+        """A plain line, once, for a slow phase: before the first step, or an evaluation."""
+        waits = self._phase and not self._phase_over
         if waits and not self._phase_printed and self._clock() - self._phase_since >= _SLOW_PHASE_SECONDS:
             self._phase_printed = True
             self._console.print(Text(self._format_phase(), style="dim"), soft_wrap=True)
@@ -146,6 +154,7 @@ class ProgressDisplay:
         self._printed_step, self._printed_at = step, now
         figures = "".join(item if isinstance(item, str) else item[0] for item in _figures(self.history))
         line = f"step {_format_progress(self.history)}  loss {figures}"
+        line += f"  {format_evaluation(self.history.evaluations[-1])}" if self.history.evaluated else ""
         line += f"  {format_save(self._saved)}" if self._saved else ""
         left = _format_eta(self.history)
         self._console.print(

@@ -11,6 +11,7 @@ from typing import Literal
 from danlu.report.event_tail import EventTail
 from danlu.spec import (
     EndEvent,
+    EvaluationEvent,
     Event,
     PreflightEvent,
     Problem,
@@ -47,6 +48,8 @@ class RunHistory:
     starts: list[StartEvent] = field(default_factory=list)
     saves: dict[int, SaveEvent] = field(default_factory=dict)
     """By step; a step saved again after a restart counts once."""
+    evaluated: dict[int, EvaluationEvent] = field(default_factory=dict)
+    """By step; a step evaluated again after a restart counts once."""
     resumes: list[ResumeEvent] = field(default_factory=list)
     """Every resume from a checkpoint, with its verification."""
     preflight: PreflightEvent | None = None
@@ -97,6 +100,8 @@ class RunHistory:
                 self._restart(event)
             case SaveEvent():
                 self.saves[event.step] = event
+            case EvaluationEvent():
+                self.evaluated[event.step] = event
             case ResumeEvent():
                 self.resumes.append(event)
             case PreflightEvent():
@@ -112,6 +117,7 @@ class RunHistory:
             self._started.pop(step, None)
         self.lost_steps += len(self._order) - kept
         del self._order[kept:]
+        self.evaluated = {step: each for step, each in self.evaluated.items() if step <= event.step}
         self.starts.append(event)
         self._spans.append((event.time, event.time))
         self.end = None
@@ -120,6 +126,11 @@ class RunHistory:
     def steps(self) -> list[StepEvent]:
         """The reports that count, in order of their steps."""
         return [self._reports[step] for step in self._order]
+
+    @property
+    def evaluations(self) -> list[EvaluationEvent]:
+        """Losses on held-out data, in order of their steps."""
+        return [self.evaluated[step] for step in sorted(self.evaluated)]
 
     @property
     def start(self) -> StartEvent | None:

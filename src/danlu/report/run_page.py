@@ -9,6 +9,7 @@ from typing import TypeVar
 from danlu.report import formatting
 from danlu.report.chart import ChartMarkers, ChartSeries, byte_unit, render_chart, render_swatches
 from danlu.report.checkpoints import resumes_card, saves_card, starts_card
+from danlu.report.evaluations import evaluation_series, evaluations_card
 from danlu.report.layout_section import layout_section
 from danlu.report.page_template import LOGO, facts_list, format_time, page_footer, render_document, tile_row
 from danlu.report.precision_text import format_run_precision, format_start_peak
@@ -62,6 +63,7 @@ def _page(
         _tiles(history, cluster),
         starts_card(history),
         _charts(history),
+        evaluations_card(history),
         f"<h2>Layout</h2>{layout_section(plan, recipe, cluster)}" if plan else "",
         _warnings(history, notes),
         resumes_card(history),
@@ -186,6 +188,7 @@ def _curves(history: RunHistory) -> list[ChartSeries]:
             log_ratio=3,
             reference=unigram,
         ),
+        *evaluation_series(history),
         ChartSeries(
             name="speed",
             title="Tokens per second",

@@ -26,10 +26,16 @@ def ensure_dataset(recipe: ParsedSpec[Recipe], console: Console) -> None:
     for number, source in enumerate(data.datasets):
         key_path = ("data", "sources", number, "shards") if data.sources else ("data", "shards")
         _ensure_source(recipe, key_path, source, tokenizer, console)
-    for number, held_out in enumerate(value.evaluation.data):
-        _ensure_source(recipe, ("evaluation", "data", number, "shards"), held_out, tokenizer, console)
+    ensure_held_out(recipe, console)
     # raises if it has not one sample
     MixtureDataset.from_recipe(data, value.batch.length, value.seed, on_warning=print_warning)
+
+
+def ensure_held_out(recipe: ParsedSpec[Recipe], console: Console) -> None:
+    """The same for the recipe's held-out data sets."""
+    tokenizer = open_tokenizer(recipe.value.data.tokenizer)
+    for number, held_out in enumerate(recipe.value.evaluation.data):
+        _ensure_source(recipe, ("evaluation", "data", number, "shards"), held_out, tokenizer, console)
 
 
 def _ensure_source(
