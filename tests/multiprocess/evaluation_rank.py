@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from layouts import LAYOUTS, Layout, recipe
 from torch import nn
+from torch.distributed.tensor import DTensor
 from training import KeptSteps
 from worlds import Worlds
 
@@ -92,7 +93,7 @@ def train_reference(layout: Layout, folder: Path) -> None:
 def train_layout(layout: Layout, rank: int, folder: Path) -> None:
     made = made_recipe(layout, folder)
     without, _ = train(made, layout.plan, layout, evaluated=False)
-    kept, _ = train(made, layout.plan, layout, evaluated=True)
+    kept, modules = train(made, layout.plan, layout, evaluated=True)
 
     def figures(steps: list[StepEvent]) -> list[tuple[float, float, float | None]]:
         return [(step.loss, step.norm, step.imbalance) for step in steps]
@@ -103,6 +104,7 @@ def train_layout(layout: Layout, rank: int, folder: Path) -> None:
         "evaluations": [event.losses for event in kept.evaluations],
         "steps": [event.step for event in kept.evaluations],
         "tokens": kept.evaluations[0].tokens,
+        "sharded": all(isinstance(each, DTensor) for module in modules for each in module.parameters()),
         "undisturbed": figures(kept.steps) == figures(without.steps),
     }
     (folder / f"evaluation-{LAYOUTS.index(layout)}-{rank}.json").write_text(json.dumps(told))

@@ -53,6 +53,7 @@ def test_held_out_loss_is_that_of_one_process(
     for each in ranks:
         assert each["steps"] == [*range(STEPS + 1)]
         assert each["tokens"] == {"long": READ, "short": 5 * 32}
+        assert each["sharded"], "parameters are still gathered after the last evaluation"
         assert each["undisturbed"], "evaluation changed losses, norms or balance of the training"
         apart = worst(
             abs(found[name] - wanted[name]) / wanted[name]
