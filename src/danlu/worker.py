@@ -23,14 +23,17 @@ from danlu.framework.atomic_append import AtomicAppendFile
 from danlu.framework.build import build_train_state
 from danlu.framework.checkpoint_manager import CheckpointManager
 from danlu.framework.evaluation import Evaluation
+from danlu.framework.event_metrics import MetricsSink
 from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.nonfinite_guard import stop_on_signal
 from danlu.framework.precision import DTYPES
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
 from danlu.framework.stages import EvaluationStage, NoEvaluation
 from danlu.framework.train_data import TrainData
+from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights
 from danlu.spec import (
     Cluster,
@@ -188,7 +191,8 @@ class Session:
         if self.rank_info.is_single_host:
             check_connections()  # again: connections may have been opened since
         link.report_phase("first step")
-        with EventWriter(self.run, state.step, link.report_event) if mesh.rank == 0 else nullcontext() as writer:
+        sinks = self._metrics_sinks(events) if mesh.rank == 0 else []
+        with EventWriter(self.run, state.step, link.report_event, sinks) if mesh.rank == 0 else nullcontext() as writer:
             if writer is not None:
                 events.write_to(writer.write)
                 for event in (started, *_add_continuity(events.waiting, self.run, data.dataset)):
@@ -203,6 +207,19 @@ class Session:
             outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
             events.write(EndEvent(time=time.time(), step=state.step, outcome=outcome))
         return outcome
+
+    def _metrics_sinks(self, events: RankEvents) -> list[MetricsSink]:
+        """Where metrics go beside the run's folder; what cannot be had is a warning, and training goes on."""
+        config, sinks = self.recipe.metrics, list[MetricsSink]()
+        if config.port:
+            try:
+                sinks.append(MetricsServer(self.run.name, config.port))
+            except OSError as error:
+                message = f"metrics are not served: port {config.port} of this host cannot be had: {error.strerror}"
+                events.warn(f"{message}; set another `metrics.port`")
+        if config.wandb:
+            sinks.append(WandbWriter(self.run, self.recipe, events.warn))
+        return sinks
 
     def evaluate(self, step: int) -> EvaluationEvent:
         """Evaluate the checkpoint of a step on the recipe's held-out data; rank 0 writes the event."""

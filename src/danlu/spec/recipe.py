@@ -218,6 +218,17 @@ class CheckpointConfig(SpecModel):
         return self
 
 
+class MetricsConfig(SpecModel):
+    """Where metrics go beside the run's own `events.jsonl` and TensorBoard files."""
+
+    wandb: str = Field(default="", max_length=128)
+    """Project of Weights & Biases; not used if empty. Needs `danlu[wandb]` and, online, the user's key."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run's folder, for `wandb sync` later, from a host that reaches the service."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port on the loopback interface of rank 0's host with Prometheus metrics and a feed of events; 0 is none."""
+
+
 class Recipe(SpecModel):
     """What to train. A file's `model` table may name a catalog entry as its `base` and override single fields."""
 
@@ -249,6 +260,8 @@ class Recipe(SpecModel):
     """When and where to save."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out data and when to evaluate on it; no evaluation if omitted."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Weights & Biases, Prometheus, a feed of events; none of them if omitted."""
 
     @property
     def decoder(self) -> Model:

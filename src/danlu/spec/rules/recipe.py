@@ -29,6 +29,17 @@ def positions_cover_length(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
         )
 
 
+def wandb_mode_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """Without a project nothing is sent to Weights & Biases, in whatever mode."""
+    metrics = recipe.value.metrics
+    if "wandb_mode" in metrics.model_fields_set and not metrics.wandb:
+        yield recipe.problem(
+            "metrics.wandb_mode",
+            f'is "{metrics.wandb_mode}", but `metrics.wandb` names no project, so it would be ignored',
+            'wandb = "…", or remove it',
+        )
+
+
 def warmup_fits(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Warm-up ends within the run."""
     warmup, steps = recipe.value.schedule.warmup, recipe.value.steps
@@ -100,5 +111,11 @@ def no_fp16_without_loss_scaling(recipe: ParsedSpec[Recipe]) -> Iterator[Problem
             )
 
 
-SETTING_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_used, decay_fits, no_fp16_without_loss_scaling)
+SETTING_RULES: tuple[RecipeRule, ...] = (
+    warmup_fits,
+    decay_is_used,
+    decay_fits,
+    no_fp16_without_loss_scaling,
+    wandb_mode_is_used,
+)
 DECODER_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)
