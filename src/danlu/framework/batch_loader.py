@@ -7,9 +7,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from danlu.comm.mesh import ParallelMesh
+from danlu.parallel.batch import Batch
 from danlu.spec.recipe import BatchConfig
 from danlu.storage.data.token_shards import rank_sample_indices
 
@@ -28,8 +28,8 @@ class SampleSource(Protocol):
 class BatchSource(Protocol):
     """This rank's share of every batch; `BatchLoader` implements it."""
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the batch that starts at sample `cursor`."""
+    def at(self, cursor: int) -> Batch:
+        """The batch that starts at sample `cursor`."""
         ...
 
 
@@ -55,15 +55,15 @@ class BatchLoader:
         self.prefetch = prefetch
         self._pending: dict[int, Future[NDArray[np.int64]]] = {}
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (the tokens shifted by one) of the batch that starts at sample `cursor`."""
+    def at(self, cursor: int) -> Batch:
+        """The batch that starts at sample `cursor`; its targets are its tokens shifted by one."""
         rows = torch.from_numpy(self._rows(cursor))
         if (highest := int(rows.max())) >= self.vocabulary:  # a sharded embedding would return zeros for it
             raise ValueError(
                 f"token ids must be below {self.vocabulary}, but a sample of the batch at {cursor} has id {highest}"
             )
         columns = rows[:, self.first_column : self.first_column + self.length + 1].to(self.device)
-        return columns[:, :-1].contiguous(), columns[:, 1:].contiguous()
+        return Batch(columns[:, :-1].contiguous(), columns[:, 1:].contiguous())
 
     def drop_prefetched(self) -> None:
         """Drop prefetched batches, because the order of the samples is about to change."""

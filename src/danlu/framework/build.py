@@ -17,6 +17,7 @@ from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
 from danlu.memory.recompute import apply_recompute
+from danlu.parallel.batch import Batch
 from danlu.parallel.fsdp import apply_fsdp
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.pipeline import PipelineRunner
@@ -24,8 +25,8 @@ from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import PrecisionConfig, Recipe
 
-ForwardBackward = Callable[[Tensor, Tensor], Tensor]
-"""Takes this rank's tokens and targets, leaves gradients, returns this rank's share of the mean loss."""
+ForwardBackward = Callable[[Batch], Tensor]
+"""Takes this rank's batch, leaves gradients, returns this rank's share of the mean loss."""
 
 
 def make_adapter(recipe: Recipe, plan: Plan) -> ModelAdapter:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from danlu.parallel.batch import Batch
 from danlu.parallel.fsdp import set_replica_all_reduce
 
 
@@ -16,10 +17,11 @@ class GradientAccumulation:
         self.loss = loss
         self.microbatches = microbatches
 
-    def __call__(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses."""
-        total = torch.zeros((), device=tokens_BS.device)
-        pieces = list(zip(tokens_BS.chunk(self.microbatches), targets_BS.chunk(self.microbatches), strict=True))
+        total = torch.zeros((), device=batch.tokens.device)
+        chunks = (tensor.chunk(self.microbatches) for tensor in (batch.tokens, batch.targets))
+        pieces = list(zip(*chunks, strict=True))
         for number, (tokens, targets) in enumerate(pieces, start=1):
             set_replica_all_reduce(self.stage_module, number == len(pieces))
             loss = self.loss(self.stage_module(tokens), targets)

@@ -91,9 +91,9 @@ def take_step(
 ) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
-    tokens, targets = stages.data.at(state.cursor)
+    batch = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
-    loss = stages.forward_backward(tokens, targets)
+    loss = stages.forward_backward(batch)
     stop = stages.stop_requested() or stages.checkpoints.too_many_failures
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 

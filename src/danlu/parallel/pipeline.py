@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from danlu.parallel.batch import Batch
 from danlu.parallel.pipeline_stage import LazyBufferStage, PendingSends
 from danlu.parallel.send_completion import MicrobatchPass, completed_sends
 from danlu.spec.plan import PipelineSchedule, Plan
@@ -69,17 +70,17 @@ class PipelineRunner:
                 stage.sends = self.sends
         self._step_options = discard_outputs(self.schedule)
 
-    def __call__(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, zero without the last stage."""
         losses: list[Tensor] = []
-        inputs = (tokens_BS,) if self.first else ()
+        inputs = (batch.tokens,) if self.first else ()
         if self.last:
-            self.schedule.step(*inputs, target=targets_BS, losses=losses, **self._step_options)
+            self.schedule.step(*inputs, target=batch.targets, losses=losses, **self._step_options)
         else:
             self.schedule.step(*inputs, **self._step_options)
         if self.sends is not None:
             self.sends.wait_all()
-        return torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=tokens_BS.device)
+        return torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=batch.tokens.device)
 
 
 def compute_passes(schedule: Any) -> list[list[MicrobatchPass]]:
