@@ -144,8 +144,8 @@ def _take_step(
 ) -> None:
     """Take the training loop's own step, with values in place of those that fake tensors do not have."""
 
-    def passes(batch: Batch) -> Tensor:
-        loss = forward_backward(batch)
+    def passes(batch: Batch, counted: Tensor | None = None) -> Tensor:
+        loss = forward_backward(batch, counted)
         tracker.in_optimizer = True
         tracker.tag_gradients(state.parameters())
         return loss
@@ -165,10 +165,14 @@ class _ZeroBatch:
     def __init__(self, recipe: Recipe, mesh: ParallelMesh) -> None:
         degrees = mesh.plan.degrees
         self.rows, self.length = recipe.batch.sequences // degrees.dp, recipe.batch.length // degrees.cp
+        self.positions = recipe.batch.length if recipe.data.document_mask else 0
 
     def at(self, cursor: int) -> Batch:
         tokens_BS = torch.zeros(self.rows, self.length, dtype=torch.int64)
-        return Batch(tokens_BS, tokens_BS.clone())
+        if not self.positions:
+            return Batch(tokens_BS, tokens_BS.clone())
+        positions = torch.zeros(self.rows, self.positions, dtype=torch.int64)
+        return Batch(tokens_BS, tokens_BS.clone(), positions, tokens_BS.numel())
 
 
 def _tag_state_memory(live: LiveMemoryTracker, state: TrainState) -> None:

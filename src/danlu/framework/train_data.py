@@ -24,7 +24,9 @@ class TrainData:
         self.dataset = MixtureDataset.from_recipe(
             recipe.data, length, seed, check_sizes=mesh.rank == 0, on_warning=self._warnings.put
         )
-        self._loader = BatchLoader(self.dataset, recipe.batch, recipe.model.vocabulary, mesh)
+        self._loader = BatchLoader(
+            self.dataset, recipe.batch, recipe.model.vocabulary, mesh, document_mask=recipe.data.document_mask
+        )
         self.refresh(cursor)
 
     def at(self, cursor: int) -> Batch:

@@ -1,7 +1,7 @@
 """The samples of a run: one source or several by weight, each growing with appends."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -63,11 +63,18 @@ class MixtureDataset:
 
     def read_samples(self, indices: IntArray) -> IntArray:
         """Samples at these indices, as rows of `length + 1` tokens: int64 [n, length + 1]."""
+        return self._read_rows(indices, ShuffledDataset.read_samples)
+
+    def read_words(self, indices: IntArray) -> IntArray:
+        """The same with their marks (`token_marks`)."""
+        return self._read_rows(indices, ShuffledDataset.read_words)
+
+    def _read_rows(self, indices: IntArray, read: Callable[[ShuffledDataset, IntArray], IntArray]) -> IntArray:
         rows = np.empty((len(indices), self.length + 1), dtype=np.int64)
         sources, numbers = self._mixture.locate(np.asarray(indices, dtype=np.int64))
         for source in np.unique(sources):
             mine = np.flatnonzero(sources == source)
-            rows[mine] = self._datasets[source].read_samples(numbers[mine])
+            rows[mine] = read(self._datasets[source], numbers[mine])
         return rows
 
     def locate(self, indices: IntArray) -> list[SampleLocation]:
