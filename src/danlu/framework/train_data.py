@@ -25,7 +25,12 @@ class TrainData:
             recipe.data, length, seed, check_sizes=mesh.rank == 0, on_warning=self._warnings.put
         )
         self._loader = BatchLoader(
-            self.dataset, recipe.batch, recipe.model.vocabulary, mesh, document_mask=recipe.data.document_mask
+            self.dataset,
+            recipe.batch,
+            recipe.model.vocabulary,
+            mesh,
+            document_mask=recipe.data.document_mask,
+            loss_mask=self.dataset.has_loss_mask,
         )
         self.refresh(cursor)
 

@@ -61,6 +61,11 @@ class MixtureDataset:
         ]
         return cls(sources, integer_weights([dataset.weight for dataset in data.datasets]), length, seed)
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether the loss does not count all tokens of some source."""
+        return any(shards.index.has_loss_mask for shards in self.sources)
+
     def read_samples(self, indices: IntArray) -> IntArray:
         """Samples at these indices, as rows of `length + 1` tokens: int64 [n, length + 1]."""
         return self._read_rows(indices, ShuffledDataset.read_samples)

@@ -32,7 +32,7 @@ from danlu.storage.data.shard_reader import (
     dataset_problem,
 )
 from danlu.storage.data.shuffle import IntArray
-from danlu.storage.data.token_marks import pack_marks
+from danlu.storage.data.token_marks import MARK_BITS, pack_marks
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes."""
@@ -141,13 +141,13 @@ class TokenShards:
 
     def read(self, start: int, count: int) -> IntArray:
         """Tokens start … start + count - 1, across shards if need be."""
-        pieces = [self._read_slice(span).view(disk_dtype(self.index.dtype)) for span in self.shard_slices(start, count)]
-        return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+        words = self._read_stored(start, count)
+        return words >> MARK_BITS if self.index.has_loss_mask else words
 
     def read_words(self, start: int, count: int) -> IntArray:
         """The same with their marks (`token_marks`): in text, every end-of-text token ends a document."""
-        tokens = self.read(start, count)
-        return pack_marks(tokens, tokens == self.index.end_of_text)
+        words = self._read_stored(start, count)
+        return words if self.index.has_loss_mask else pack_marks(words, words == self.index.end_of_text)
 
     def prefetch(self, starts: Sequence[int], count: int) -> None:
         """Prefetch several ranges of `count` tokens, all at once if they are remote."""
@@ -230,6 +230,10 @@ class TokenShards:
             except SpecError as error:
                 problems += error.problems
         return problems
+
+    def _read_stored(self, start: int, count: int) -> IntArray:
+        pieces = [self._read_slice(span).view(disk_dtype(self.index.dtype)) for span in self.shard_slices(start, count)]
+        return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
 
     def _read_slice(self, span: ShardSlice) -> NDArray[np.uint8]:
         while True:
