@@ -38,10 +38,7 @@ def make_conversations(file: Path, number: int = 200) -> None:
     lines = []
     for _ in range(number):
         turns = [(text(), text()) for _ in range(words.choice((1, 1, 2, 3)))]
-        roles = (
-            ({"role": "user", "content": a} for a, _ in turns),
-            ({"role": "assistant", "content": b} for _, b in turns),
-        )
-        messages = [message for pair in zip(*roles, strict=True) for message in pair]
+        pairs = [zip(("user", "assistant"), turn, strict=True) for turn in turns]
+        messages = [{"role": role, "content": content} for pair in pairs for role, content in pair]
         lines.append(json.dumps({"messages": messages}) + "\n")
     file.write_text("".join(lines))

@@ -22,23 +22,36 @@ class Packed:
     model: str
     plan: Plan
     changes: dict[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    """On conversations, of which the loss counts the answers."""
+    document_mask: bool = True
+
+    @property
+    def shards(self) -> str:
+        return "chat" if self.chat else "shards"
+
+    @property
+    def reference(self) -> str:
+        """Name of the plain loop that this one must equal."""
+        return "-".join([self.model, self.shards, *([] if self.document_mask else ["whole rows"])])
 
     @property
     def is_brought(self) -> bool:
         return self.model in ("llama", "qwen3")
 
 
-def recipe(packed: Packed, shards: str) -> Recipe:
+def recipe(packed: Packed, folder: Path) -> Recipe:
     """A few steps in fp32 on rows that hold several documents each."""
+    shards = str(folder / packed.shards)
     made = layouts.recipe("tiny-llama" if packed.is_brought else packed.model, shards, packed.changes)
     changes: dict[str, Any] = {
         "steps": STEPS,
         "batch": BatchConfig(sequences=8, length=32),
-        "data": DataConfig(shards=shards, document_mask=True),
+        "data": DataConfig(shards=shards, document_mask=packed.document_mask),
     }
     if packed.is_brought:
-        folder = str(Path(__file__).parent)
-        changes["model"] = CustomModel(factory=f"brought:{packed.model}", path=folder, vocabulary=VOCABULARY)
+        here = str(Path(__file__).parent)
+        changes["model"] = CustomModel(factory=f"brought:{packed.model}", path=here, vocabulary=VOCABULARY)
     return made.model_copy(update=changes)
 
 
@@ -81,6 +94,10 @@ LAYOUTS = [
     Packed("llama tp", "llama", _plan(tp=2)),
     Packed("llama 1f1b, recompute full", "llama", _plan(pp=2, microbatches=4, recompute="full")),
     Packed("llama fsdp, compiled", "llama", _plan(shard=2, compile=True)),
+    Packed("chat fsdp × tp", "tiny-llama", _plan(shard=2, tp=2), chat=True),
+    Packed("chat cp × 1f1b", "tiny-llama", _plan(cp=2, pp=2, microbatches=4), chat=True),
+    Packed("chat, whole rows, tp", "tiny-llama", _plan(tp=2), chat=True, document_mask=False),
+    Packed("chat, whole rows, llama fsdp", "llama", _plan(shard=2), chat=True, document_mask=False),
     Packed("qwen3 zbv", "qwen3", _plan(pp=2, microbatches=4, schedule="zbv", per_rank=2)),
 ]
-QUICK = ("accumulate 4", "cp × tp", "fsdp × 1f1b", "gpt cp", "moe ep", "llama 1f1b, recompute full")
+QUICK = ("cp × tp", "fsdp × 1f1b", "gpt cp", "moe ep", "llama 1f1b, recompute full", "chat fsdp × tp")

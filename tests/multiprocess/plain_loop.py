@@ -1,6 +1,7 @@
 """A plain PyTorch loop, written out: what a run at one process must equal. Nothing of Danlu's own loop is used here."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import cos, isfinite, pi, sqrt
@@ -114,10 +115,17 @@ def scores(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train_plainly(
-    recipe: Recipe, model: nn.Module, samples: Any, microbatches: int = 1, objective: Objective | None = None
+    recipe: Recipe,
+    model: nn.Module,
+    samples: Any,
+    microbatches: int = 1,
+    objective: Callable[[int], Objective] = lambda first: Objective(),
 ) -> PlainRun:
-    """Cross-entropy, accumulation, clipping by the whole norm, AdamW that decays matrices, experts evened by bias."""
-    settings, batch, run, objective = recipe.optimizer, recipe.batch, PlainRun(), objective or Objective()
+    """Cross-entropy, accumulation, clipping by the whole norm, AdamW that decays matrices, experts evened by bias.
+
+    `objective` gives what the step that begins with a sample minimizes.
+    """
+    settings, batch, run = recipe.optimizer, recipe.batch, PlainRun()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -130,10 +138,10 @@ def train_plainly(
     for step in range(recipe.steps):
         first = step * batch.sequences
         rows = torch.from_numpy(samples.read_samples(np.arange(first, first + batch.sequences)))
-        loss = 0.0
+        loss, aim = 0.0, objective(first)
         for number, piece in enumerate(rows.chunk(microbatches)):
             words.update(seed=recipe.seed, step=step, microbatch=number)
-            share = objective.loss_sum(model, piece) / objective.count(rows)
+            share = aim.loss_sum(model, piece) / aim.count(rows)
             share.backward()
             loss += share.item()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

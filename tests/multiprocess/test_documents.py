@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_data import make_conversations, make_tokenizer
 from deviations import FIGURES, gather, selected, summary
 from documents_layouts import LAYOUTS, QUICK, Packed
 from ranks import run_ranks
 from tiers import tiered
 
 from danlu.storage.data.build import build_dataset
-from danlu.storage.data.tokenizer import BytesTokenizer
+from danlu.storage.data.tokenizer import BytesTokenizer, open_chat_template, open_tokenizer
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for all layouts, on a busy machine too
 BAR = 1e-5
@@ -34,10 +35,20 @@ def make_documents(folder: Path) -> None:
     build_dataset([str(lines)], folder / "shards", BytesTokenizer())
 
 
+def make_chat(folder: Path) -> None:
+    """Token shards of conversations, with a loss mask."""
+    file = make_tokenizer(folder / "tokenizer")
+    make_conversations(folder / "talks.jsonl")
+    tokenizer = open_tokenizer(str(file))
+    template = open_chat_template(tokenizer, file)
+    build_dataset([str(folder / "talks.jsonl")], folder / "chat", tokenizer, field="messages", template=template)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documents")
     make_documents(folder)
+    make_chat(folder)
     return folder
 
 
@@ -59,6 +70,6 @@ def results(folder: Path, request: pytest.FixtureRequest, report: Callable[[dict
 def test_packed_documents_train_like_each_alone(layout: Packed, results: Results, folder: Path) -> None:
     found = gather(results[layout.name], layout.plan.degrees.world)
     assert all(found[figure] <= BAR for figure in FIGURES), found
-    counted = json.loads((folder / f"{layout.model}-counted.json").read_text())
+    counted = json.loads((folder / f"{layout.reference}-counted.json").read_text())
     assert all(each["counted"] == counted for each in results[layout.name])
-    assert all(count < 8 * 32 for count in counted), "no document ended in a batch: nothing was tested"
+    assert all(count < 8 * 32 for count in counted), "every token of a batch counted: nothing was tested"

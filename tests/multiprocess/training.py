@@ -50,6 +50,7 @@ def train_in_memory(
         recipe.model.vocabulary,
         mesh,
         document_mask=recipe.data.document_mask,
+        loss_mask=shards.index.has_loss_mask,
     )
     reports: list[StepEvent] = []
     stages = TrainStages(
