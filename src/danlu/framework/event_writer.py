@@ -78,6 +78,8 @@ class EventWriter:
         }
         if report.imbalance is not None:
             scalars["expert imbalance"] = report.imbalance
+        if report.counted is not None:
+            scalars["tokens counted"] = float(report.counted)
         self._charts.add_scalars(report.step, report.time, scalars)
 
     def __enter__(self) -> Self:

@@ -126,7 +126,12 @@ class MixtureDataset:
 
     @property
     def baseline_loss(self) -> float | None:
-        """Entropy in nats of the tokens the run sees; None if one of several sources has no token counts."""
+        """Entropy in nats of the tokens the run sees.
+
+        None if one of several sources has no token counts, or if the loss does not count all tokens.
+        """
+        if self.has_loss_mask:
+            return None
         pairs = list(zip(self.sources, self.version_schedule[-1][1], strict=True))
         described = [shards.index.all_versions[version] for shards, version in pairs]
         if len(described) == 1:
