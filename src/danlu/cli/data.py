@@ -198,7 +198,6 @@ def _table(folder: Path, index: DatasetIndex) -> Table:
         "documents": f"{index.documents:,}",
         "tokens": f"{index.tokens:,}, {index.tokens / index.documents:,.0f} per document",
         "shards": f"{shard_count(index)} of {index.dtype}",
-        "loss counts": f"{index.counted:,} tokens: answers alone" if index.has_loss_mask else "all tokens",
         "unigram loss": f"{index.unigram_loss:.4f}",
         "versions": "\n".join(
             f"{number}: {version.shards:,} shards, {version.tokens:,} tokens"
@@ -207,6 +206,8 @@ def _table(folder: Path, index: DatasetIndex) -> Table:
         "verified": "every block, when read" if all(shard.sums for shard in index.shards) else "never",
         "sources": "\n".join(index.sources),
     }
+    if index.has_loss_mask:
+        rows["loss counts"] = f"{index.counted:,} tokens: answers alone"
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
