@@ -34,6 +34,10 @@ READ = 32 * 32
 """Tokens that are read of each: a part of the first, all of the second."""
 
 
+MASKED = ("cp × interleaved", "tp × zbv", "gpt tied, tp", "moe hsdp × cp × ep 4", "fsdp, recompute full")
+"""Layouts that keep documents apart; the others read across their borders."""
+
+
 class Kept(KeptSteps):
     """Keeps evaluations beside steps."""
 
@@ -52,14 +56,21 @@ def made_recipe(layout: Layout, folder: Path) -> Recipe:
     sets = tuple(EvaluationSource(name=name, shards=str(folder / name)) for name in TOKENS)
     evaluation = EvaluationConfig(every=1, tokens=READ, data=sets)
     made = recipe(layout.model, str(folder / "shards"), layout.changes)
-    return made.model_copy(update={"steps": STEPS, "evaluation": evaluation})
+    data = made.data.model_copy(update={"document_mask": layout.name in MASKED})
+    return made.model_copy(update={"steps": STEPS, "evaluation": evaluation, "data": data})
+
+
+def reference(layout: Layout) -> str:
+    """Name of the single-process run that a layout's evaluations must equal."""
+    return f"{layout.reference}{', documents apart' if layout.name in MASKED else ''}"
 
 
 def train(made: Recipe, plan: Plan, layout: Layout, evaluated: bool) -> tuple[Kept, list[nn.Module]]:
     mesh = build_mesh(plan, World.adopt(), layout.cluster, experts=has_experts(made.model))
     state, forward_backward = build_train_state(made, plan, mesh)
     samples = ShuffledDataset(TokenShards.open(Path(made.data.shards)), made.batch.length, made.seed)
-    batches = FixedData(BatchLoader(samples, made.batch, made.model.vocabulary, mesh))
+    masked = made.data.document_mask
+    batches = FixedData(BatchLoader(samples, made.batch, made.model.vocabulary, mesh, document_mask=masked))
     kept = Kept()
     evaluation = Evaluation(made, mesh, state, kept.warn) if evaluated else NoEvaluation()
     stages = TrainStages(batches, forward_backward, evaluation=evaluation, events=kept)
@@ -87,7 +98,7 @@ def train_reference(layout: Layout, folder: Path) -> None:
     kept, (module,) = train(made, Plan(), layout, evaluated=True)
     plain = {name: plain_loss(module.eval(), folder, name) for name in TOKENS}
     told = {"evaluations": [event.losses for event in kept.evaluations], "plain": plain}
-    (folder / f"{layout.reference}.json").write_text(json.dumps(told))
+    (folder / f"{reference(layout)}.json").write_text(json.dumps(told))
 
 
 def train_layout(layout: Layout, rank: int, folder: Path) -> None:
@@ -100,7 +111,6 @@ def train_layout(layout: Layout, rank: int, folder: Path) -> None:
 
     told = {
         "name": layout.name,
-        "reference": layout.reference,
         "evaluations": [event.losses for event in kept.evaluations],
         "steps": [event.step for event in kept.evaluations],
         "tokens": kept.evaluations[0].tokens,
@@ -115,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
     selected = [layout for layout in LAYOUTS if layout.name in json.loads(sys.argv[5])]
     worlds = Worlds(rank, processes, port)
-    for layout in {layout.reference: layout for layout in selected}.values():
+    for layout in {reference(layout): layout for layout in selected}.values():
         worlds.within(1, partial(train_reference, layout, folder))
     for layout in selected:
         worlds.within(layout.plan.degrees.world, partial(train_layout, layout, rank, folder))

@@ -20,6 +20,7 @@ from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.nonfinite_guard import DivergedError
 from danlu.framework.stages import FixedData, NoCheckpoints
 from danlu.framework.state import TrainState
+from danlu.parallel.batch import Batch
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.event import StepEvent
 from danlu.spec.plan import Degrees, Plan
@@ -77,8 +78,8 @@ def main() -> None:
     digests = [digest(state)]
     own_loss: list[bool] = []
 
-    def watched(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = forward_backward(tokens, targets)
+    def watched(batch: Batch) -> torch.Tensor:
+        loss = forward_backward(batch)
         own_loss.append(bool(loss.isfinite()))
         return loss
 

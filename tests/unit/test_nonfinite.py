@@ -11,6 +11,7 @@ from torch import Tensor
 from danlu.framework.nonfinite_guard import MAX_NONFINITE_STEPS, DivergedError
 from danlu.framework.stages import NoCheckpoints
 from danlu.framework.state import TrainState
+from danlu.parallel.batch import Batch
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 
@@ -57,8 +58,8 @@ def test_either_loss_or_norm_is_enough_and_router_biases_stay(broken: str) -> No
     run = Run(made, Plan(), samples_of(made))
     forward_backward = run.forward_backward
 
-    def overflowing(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = forward_backward(tokens, targets)
+    def overflowing(batch: Batch) -> Tensor:
+        loss = forward_backward(batch)
         if run.state.step == 2:
             if broken == "loss":
                 return loss * torch.inf

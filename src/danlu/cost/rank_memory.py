@@ -11,6 +11,7 @@ from danlu.cost.memory import (
 )
 from danlu.cost.pipeline_schedules import MAX_ACTIVE_STAGES, SPLIT_BACKWARD_SCHEDULES
 from danlu.cost.stage_contents import RankParameters, StageContents
+from danlu.ops.attention import mask_bytes
 from danlu.ops.embedding_head import logit_elements, loss_bytes, table_parameters
 from danlu.ops.layer import deferred_gradient_elements
 
@@ -35,6 +36,8 @@ class RankMemoryEstimator(LayoutShapes):
         kept = 0.0
         for kind, count in contents.runs:
             kept += count * self.layer_bytes(kind)[0]
+        if software.document_mask:
+            kept += layout.stages_per_rank * mask_bytes(self.shard, software.activation_bytes)
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )

@@ -28,6 +28,7 @@ from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics
+from danlu.parallel.batch import Batch
 from danlu.parallel.expert import AllToAllDispatcher
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.cluster import Cluster
@@ -143,8 +144,8 @@ def _take_step(
 ) -> None:
     """Take the training loop's own step, with values in place of those that fake tensors do not have."""
 
-    def passes(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = forward_backward(tokens, targets)
+    def passes(batch: Batch, counted: Tensor | None = None) -> Tensor:
+        loss = forward_backward(batch, counted)
         tracker.in_optimizer = True
         tracker.tag_gradients(state.parameters())
         return loss
@@ -164,10 +165,14 @@ class _ZeroBatch:
     def __init__(self, recipe: Recipe, mesh: ParallelMesh) -> None:
         degrees = mesh.plan.degrees
         self.rows, self.length = recipe.batch.sequences // degrees.dp, recipe.batch.length // degrees.cp
+        self.positions = recipe.batch.length if recipe.data.document_mask else 0
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.zeros(self.rows, self.length, dtype=torch.int64)
-        return tokens, tokens.clone()
+    def at(self, cursor: int) -> Batch:
+        tokens_BS = torch.zeros(self.rows, self.length, dtype=torch.int64)
+        if not self.positions:
+            return Batch(tokens_BS, tokens_BS.clone())
+        positions = torch.zeros(self.rows, self.positions, dtype=torch.int64)
+        return Batch(tokens_BS, tokens_BS.clone(), positions, tokens_BS.numel())
 
 
 def _tag_state_memory(live: LiveMemoryTracker, state: TrainState) -> None:

@@ -1,8 +1,8 @@
 """One function that turns a recipe and a plan into a trainable model; its order is its documentation."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
 from danlu.memory.recompute import apply_recompute
+from danlu.parallel.batch import Batch
 from danlu.parallel.fsdp import apply_fsdp
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.pipeline import PipelineRunner
@@ -24,8 +25,16 @@ from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import PrecisionConfig, Recipe
 
-ForwardBackward = Callable[[Tensor, Tensor], Tensor]
-"""Takes this rank's tokens and targets, leaves gradients, returns this rank's share of the mean loss."""
+
+class ForwardBackward(Protocol):
+    """Both passes of one step on this rank."""
+
+    def __call__(self, batch: Batch, counted: Tensor | None = None) -> Tensor:
+        """Leaves gradients, and returns this rank's share of the mean loss over the global batch.
+
+        `counted` is how many targets of the global batch count (`all_reduce_counted`); None if all of them do.
+        """
+        ...
 
 
 def make_adapter(recipe: Recipe, plan: Plan) -> ModelAdapter:
@@ -90,10 +99,14 @@ def apply_parallelism(
 def _loss(
     logits_BSV: Tensor,
     targets_BS: Tensor,
+    counted: Tensor | None,
+    *,
     tokens: int,
     vocabulary: int,
     tensor_group: torch.distributed.ProcessGroup | None,
 ) -> Tensor:
     """This rank's share of the mean loss; logits may be sharded by vocabulary over the tensor-parallel ranks."""
     group = None if logits_BSV.shape[-1] == vocabulary else tensor_group
-    return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens
+    if counted is None:
+        return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens
+    return cross_entropy_sum(logits_BSV, targets_BS, group, masked=True) / counted.clamp(min=1)

@@ -13,6 +13,7 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import make_adapter
 from danlu.framework.state import TrainState
+from danlu.parallel.batch import IGNORE_INDEX, Batch
 from danlu.parallel.forward_pipeline import ForwardPipeline
 from danlu.parallel.fsdp import reshard_all
 from danlu.parallel.loss import cross_entropy_sum
@@ -29,7 +30,7 @@ LogitsLoss = Callable[[Tensor, int], Tensor]
 class Forward(Protocol):
     """Forward passes of microbatches on this rank and those it shares layers with."""
 
-    def __call__(self, tokens: Sequence[Tensor], loss: LogitsLoss) -> list[Tensor]:
+    def __call__(self, microbatches: Sequence[Batch], loss: LogitsLoss) -> list[Tensor]:
         """The losses of all microbatches; none on ranks without the last stage."""
         ...
 
@@ -75,7 +76,15 @@ class Evaluation:
         together = min(plan.microbatches, -(-samples.count // least)) if plan.degrees.pp > 1 else 1
         samples.pad_to_multiple(least * together)
         batch = recipe.batch.model_copy(update={"sequences": least * together})
-        return _HeldOut(samples, BatchLoader(samples, batch, self._vocabulary, self._mesh), batch.sequences)
+        loader = BatchLoader(
+            samples,
+            batch,
+            self._vocabulary,
+            self._mesh,
+            document_mask=recipe.data.document_mask,
+            loss_mask=shards.index.has_loss_mask,
+        )
+        return _HeldOut(samples, loader, batch.sequences)
 
     def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
         """Evaluate if it is time to: at step 0 and every `every` steps, and at the end of the run."""
@@ -86,44 +95,51 @@ class Evaluation:
         """Evaluate every data set; `step` is that of the event."""
         started = time.perf_counter()
         with evaluation_mode(self._modules):
-            shares = [self._mean_share(name, held_out) for name, held_out in self._sets.items()]
-        means = torch.tensor(shares, dtype=torch.float32, device=self._mesh.device)
+            found = [self._sums(name, held_out) for name, held_out in self._sets.items()]
+        # A tp group computes one loss; counts are integers, so that those of trillions of tokens are exact.
+        counts = torch.tensor([count for _, count in found], device=self._mesh.device)
+        self._mesh.world.all_reduce(counts)
+        counts //= self._mesh.size("tp")
+        shares = [total / self._mesh.size("tp") for total, _ in found]
+        means = (torch.tensor(shares, dtype=torch.float64) / counts.cpu()).to(self._mesh.device, torch.float32)
         self._mesh.world.all_reduce(means)
         self.report_phase("")
         return EvaluationEvent(
             time=time.time(),
             step=step,
             losses=dict(zip(self._sets, means.tolist(), strict=True)),
-            tokens={name: each.samples.count * self._length for name, each in self._sets.items()},
+            tokens=dict(zip(self._sets, counts.tolist(), strict=True)),
             seconds=time.perf_counter() - started,
         )
 
-    def _mean_share(self, name: str, held_out: _HeldOut) -> float:
-        """This rank's share of the mean loss of a data set."""
+    def _sums(self, name: str, held_out: _HeldOut) -> tuple[float, int]:
+        """The sum of a data set's losses on this rank, and how many targets are in it."""
         self.report_phase(f"evaluating on {name}")
         losses: list[Tensor] = []
+        counted = 0
         for _ in range(held_out.samples.padded // held_out.rows):
-            tokens, targets = held_out.loader.at(held_out.cursor)
-            first = held_out.cursor % held_out.samples.padded + self._mesh.dp_rank * len(tokens)
-            losses += self._losses(tokens, targets, held_out.samples.count - first)
+            batch = held_out.loader.at(held_out.cursor)
+            first = held_out.cursor % held_out.samples.padded + self._mesh.dp_rank * len(batch.tokens)
+            real = max(0, held_out.samples.count - first)  # rows of this rank that count; the rest fill up
+            losses += self._losses(batch, real)
+            counted += int((batch.targets[:real] != IGNORE_INDEX).sum())
             held_out.cursor += held_out.rows
         if not losses:
-            return 0.0
-        total = torch.stack(losses).cpu().double().sum() / self._mesh.size("tp")  # a tp group computes one loss
-        return float(total) / (held_out.samples.count * self._length)
+            return 0.0, 0
+        return float(torch.stack(losses).cpu().double().sum()), counted
 
-    def _losses(self, tokens: Tensor, targets: Tensor, real: int) -> list[Tensor]:
-        """Losses of the microbatches of this rank's rows, of which the first `real` count and the rest fill up."""
+    def _losses(self, batch: Batch, real: int) -> list[Tensor]:
+        """Losses of the microbatches of this rank's rows, of which the first `real` count."""
 
         def loss(logits: Tensor, microbatch: int) -> Tensor:
             rows = min(self._microbatch, real - microbatch * self._microbatch)
             if rows <= 0:
                 return torch.zeros((), device=logits.device)
-            wanted = targets[microbatch * self._microbatch :][:rows]
+            wanted = batch.targets[microbatch * self._microbatch :][:rows]
             group = None if logits.shape[-1] == self._vocabulary else self._mesh.group("tp")
-            return cross_entropy_sum(logits[:rows], wanted, group)
+            return cross_entropy_sum(logits[:rows], wanted, group, masked=batch.counted is not None)
 
-        return self._forward(tokens.split(self._microbatch), loss)
+        return self._forward(batch.microbatches(len(batch.tokens) // self._microbatch), loss)
 
 
 def _make_forward(recipe: Recipe, mesh: ParallelMesh, modules: Sequence[nn.Module]) -> Forward:
@@ -143,8 +159,8 @@ class _WholeModel:
     module: nn.Module
 
     @torch.no_grad()
-    def __call__(self, tokens: Sequence[Tensor], loss: LogitsLoss) -> list[Tensor]:
-        return [loss(self.module(each), number) for number, each in enumerate(tokens)]
+    def __call__(self, microbatches: Sequence[Batch], loss: LogitsLoss) -> list[Tensor]:
+        return [loss(self.module(each.tokens, **each.model_inputs), number) for number, each in enumerate(microbatches)]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from danlu.framework.stages import (
     NoEvaluation,
 )
 from danlu.framework.state import TrainState
-from danlu.framework.step_metrics import compute_step_metrics, update_router_biases
+from danlu.framework.step_metrics import all_reduce_counted, compute_step_metrics, update_router_biases
 from danlu.parallel.grad_norm import clip_grads_with_norm
 from danlu.spec.event import StepEvent
 from danlu.spec.recipe import Recipe
@@ -91,9 +91,10 @@ def take_step(
 ) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
-    tokens, targets = stages.data.at(state.cursor)
+    batch = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
-    loss = stages.forward_backward(tokens, targets)
+    counted = all_reduce_counted(batch, mesh)  # None where all targets count, without asking other ranks
+    loss = stages.forward_backward(batch, counted)
     stop = stages.stop_requested() or stages.checkpoints.too_many_failures
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 
@@ -116,5 +117,6 @@ def take_step(
         memory=metrics.memory,
         committed=accepted,
         imbalance=metrics.imbalance,
+        counted=None if counted is None else int(counted),
     )
     return StepResult(event, metrics.stop_requested)

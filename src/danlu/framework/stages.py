@@ -10,6 +10,7 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchSource
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics
+from danlu.parallel.batch import Batch
 from danlu.spec.event import EvaluationEvent, Event
 
 
@@ -78,7 +79,7 @@ class FixedData:
 
     batches: BatchSource
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
+    def at(self, cursor: int) -> Batch:
         """The batch whose first sample is number `cursor`."""
         return self.batches.at(cursor)
 

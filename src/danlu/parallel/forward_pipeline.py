@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from danlu.parallel.batch import Batch
 from danlu.spec.plan import Plan
 
 
@@ -63,18 +64,19 @@ class ForwardPipeline:
         self.stage_io_meta, self.device, self.group = stage_io_meta, device, group
 
     @torch.no_grad()
-    def __call__(self, tokens: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        """The loss of every microbatch of `tokens` by its logits and number; nothing on ranks without the last stage.
+    def __call__(self, microbatches: Sequence[Batch], loss: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+        """The loss of every microbatch by its logits and number; nothing on ranks without the last stage.
 
         The modules are in the mode the caller chose; parameters may stay gathered.
         """
-        inputs = {StageForward(0, number): each for number, each in enumerate(tokens)}
+        inputs = {StageForward(0, number): each.tokens for number, each in enumerate(microbatches)}
         losses: list[Tensor] = []
-        for turn in forward_turns(self.stage_ranks, len(tokens)):
+        for turn in forward_turns(self.stage_ranks, len(microbatches)):
             outputs: dict[StageForward, Tensor] = {}
             mine = turn.get(self.group.rank())
             if mine is not None:
-                output = self.stage_modules[mine.stage](inputs.pop(mine))
+                given = microbatches[mine.microbatch].model_inputs
+                output = self.stage_modules[mine.stage](inputs.pop(mine), **given)
                 if mine.stage == len(self.stage_ranks) - 1:
                     losses.append(loss(output, mine.microbatch))
                 else:

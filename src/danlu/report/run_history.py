@@ -192,6 +192,12 @@ class RunHistory:
         return sum(report.tokens for report in self._reports.values())
 
     @property
+    def counted_tokens(self) -> int:
+        """Of these, tokens whose prediction the loss counts."""
+        reports = self._reports.values()
+        return sum(report.tokens if report.counted is None else report.counted for report in reports)
+
+    @property
     def start_of_last_step(self) -> StartEvent | None:
         """The start of the newest step: speed and MFU are those of its layout, not of an earlier one."""
         return self._started.get(self._order[-1]) if self._order else self.start

@@ -272,7 +272,7 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
             f"{formatting.percent(history.mfu)} of {format_start_peak(paced_by)}" if paced_by else formatting.MISSING,
         ),
         ("memory", f"{formatting.size(history.memory)} on the fullest rank"),
-        ("tokens", formatting.count(history.tokens)),
+        ("tokens", _format_tokens(history)),
         ("time", formatting.duration(history.running_seconds)),
     ]
     if mixture := _mixture(recipe):
@@ -292,6 +292,14 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
     if run.report.exists():
         rows.append(("page", escape(str(formatting.relative_path(run.report)))))
     return rows
+
+
+def _format_tokens(history: RunHistory) -> str:
+    """Tokens read, and how many of them the loss counted if it did not count all."""
+    read, counted = history.tokens, history.counted_tokens
+    if read == counted:
+        return formatting.count(read)
+    return f"{formatting.count(read)}, of which the loss counted {formatting.count(counted)}"
 
 
 def _format_saves(history: RunHistory) -> str:

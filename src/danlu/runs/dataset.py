@@ -73,6 +73,7 @@ def build_line(folder: Path, built: BuildResult) -> str:
     return (
         f"{folder}: {index.documents:,} documents, {index.tokens:,} tokens, {shard_count(index)}"
         f" in {built.seconds:.1f} s, unigram loss {index.unigram_loss:.4f}"
+        + (f", the loss counts {index.counted:,} tokens of answers" if index.has_loss_mask else "")
         + (f", version {len(index.editions) - 1}" if len(index.editions) > 1 else "")
         + (f" ({built.resumed_shards} shards reused from an interrupted build)" if built.resumed_shards else "")
     )

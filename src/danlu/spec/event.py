@@ -57,7 +57,7 @@ class StepEvent(SpecModel):
     step: BoundedInt
     """Steps done, this one included."""
     loss: float
-    """Mean cross-entropy over all tokens of the global batch."""
+    """Mean cross-entropy over all tokens of the global batch that are counted."""
     norm: float
     """Norm of the global gradient before clipping."""
     learning_rate: float
@@ -70,6 +70,8 @@ class StepEvent(SpecModel):
     """False when loss or norm was not finite and the update was skipped."""
     imbalance: float | None = None
     """Load of the busiest expert over the mean, averaged over the expert layers."""
+    counted: BoundedInt | None = None
+    """Tokens of this step whose prediction counts in the loss; None if all of them do."""
 
 
 class EvaluationEvent(SpecModel):

@@ -59,6 +59,9 @@ class DataConfig(SpecModel):
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    document_mask: bool = False
+    """Whether a document in a sequence is trained as if it were alone there: attention does not cross its borders, its
+    positions start at 0, and no token predicts the next document's first one."""
     cache: str = ""
     """Folder on a local disk for blocks read from `s3://`, shared by the ranks of a machine."""
     cache_size: Bytes = 16 << 30

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from danlu.spec.load import ParsedSpec
 from danlu.spec.mixture_weights import MAX_TOTAL_WEIGHT, integer_weights
 from danlu.spec.problem import Problem
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import EvaluationConfig, Recipe
 
 
 def is_remote(shards: str) -> bool:
@@ -71,8 +71,8 @@ def remote_is_known(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 def evaluation_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Without held-out data there is nothing to evaluate."""
     evaluation = recipe.value.evaluation
-    for name in sorted(evaluation.model_fields_set - {"data"}):
-        if not evaluation.data:
+    for name in ("every", "tokens"):
+        if not evaluation.data and getattr(evaluation, name) != getattr(EvaluationConfig(), name):
             yield recipe.problem(
                 f"evaluation.{name}",
                 "is set, but `evaluation.data` names no data set, so it would be ignored",

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.problem import Problem, suggest_name
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import MetricsConfig, Recipe
 
 RecipeRule = Callable[[ParsedSpec[Recipe]], Iterator[Problem]]
 
@@ -32,7 +32,7 @@ def positions_cover_length(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 def wandb_mode_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Without a project nothing is sent to Weights & Biases, in whatever mode."""
     metrics = recipe.value.metrics
-    if "wandb_mode" in metrics.model_fields_set and not metrics.wandb:
+    if metrics.wandb_mode != MetricsConfig().wandb_mode and not metrics.wandb:
         yield recipe.problem(
             "metrics.wandb_mode",
             f'is "{metrics.wandb_mode}", but `metrics.wandb` names no project, so it would be ignored',

@@ -1,5 +1,7 @@
 """Samples of a held-out data set: always the same ones, in the same order."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from danlu.spec import SpecError
@@ -33,7 +35,14 @@ class HeldOutSamples:
 
     def read_samples(self, indices: IntArray) -> IntArray:
         """Samples at these indices of the endless sequence: int64 [n, length + 1]."""
+        return self._read_rows(indices, self.shards.read)
+
+    def read_words(self, indices: IntArray) -> IntArray:
+        """The same with their marks (`token_marks`)."""
+        return self._read_rows(indices, self.shards.read_words)
+
+    def _read_rows(self, indices: IntArray, read: Callable[[int, int], IntArray]) -> IntArray:
         numbers = np.minimum(np.asarray(indices, dtype=np.int64) % self.padded, self.count - 1)
         starts = (numbers * self.available // self.count * self.length).tolist()
         self.shards.prefetch(starts, self.length + 1)
-        return np.stack([self.shards.read(start, self.length + 1) for start in starts])
+        return np.stack([read(start, self.length + 1) for start in starts])
