@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.framework.kv_cache import KVCache
 from danlu.framework.moe import MoeLayer
 from danlu.spec.model import Model, RopeScaling
 
@@ -27,11 +28,14 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None, devi
     return plain * keep + plain / scaling.factor * (1 - keep)
 
 
-def apply_rope(x_BSHW: Tensor, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Rotate pairs of features by an angle proportional to the position (rotary embedding), in fp32."""
+def apply_rope(x_BSHW: Tensor, theta: float, scaling: RopeScaling | None = None, start: int = 0) -> Tensor:
+    """Rotate pairs of features by an angle proportional to the position (rotary embedding), in fp32.
+
+    `start` is the position of the first vector.
+    """
     length, width = x_BSHW.shape[1], x_BSHW.shape[3]
     turn_W = rope_frequencies(width, theta, scaling, x_BSHW.device)
-    angle_SW = torch.outer(torch.arange(length, device=x_BSHW.device), turn_W)
+    angle_SW = torch.outer(torch.arange(start, start + length, device=x_BSHW.device), turn_W)
     cos, sin = angle_SW.cos()[:, None], angle_SW.sin()[:, None]
     first, second = x_BSHW.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -60,9 +64,27 @@ class CoreAttention(nn.Module):
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
+    def extend(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, cache: KVCache) -> Tensor:
+        """As `forward` at the positions after those in the cache, which are attended to as well; adds these to it."""
+        first, new = cache.length, q_BSHW.shape[1]
+        if self.theta is not None:
+            q_BSHW, k_BSKW = (apply_rope(x, self.theta, self.scaling, first) for x in (q_BSHW, k_BSKW))
+        k_BSKW, v_BSKW = cache.append(k_BSKW, v_BSKW)
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
+        grouped = q.shape[1] != k.shape[1]
+        if first == 0 or new == 1:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=first == 0, enable_gqa=grouped)
+        else:  # the i-th new position sees everything cached, and the new ones up to itself
+            seen = torch.ones(new, first + new, dtype=torch.bool, device=q.device).tril(first)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        return y.transpose(1, 2)
+
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention."""
+    """Grouped-query causal self-attention.
+
+    An attention of another kind has the same three methods: what it keeps of earlier positions is its own matter.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -78,10 +100,22 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Mix information between positions."""
+        return self.o(self.core(*self._project(x_BSD)).flatten(2))
+
+    def new_cache(self, sequences: int, length: int) -> KVCache:
+        """An empty cache for as many sequences of at most `length` positions."""
+        shape = (sequences, length, self.k.out_features // self.head, self.head)
+        return KVCache(shape, self.k.weight.dtype, self.k.weight.device)
+
+    def extend(self, x_BSD: Tensor, cache: KVCache) -> Tensor:
+        """As `forward` at the positions after those in the cache, to which these are added."""
+        return self.o(self.core.extend(*self._project(x_BSD), cache).flatten(2))
+
+    def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (project(x_BSD).unflatten(-1, (-1, self.head)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o(self.core(q, k, v).flatten(2))
+        return q, k, v
 
 
 class Mlp(nn.Module):
@@ -126,6 +160,11 @@ class Block(nn.Module):
         x_BSD = self.attention_residual(x_BSD)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
+    def extend(self, x_BSD: Tensor, cache: KVCache) -> Tensor:
+        """As `forward` at the positions after those in the cache, to which these are added."""
+        x_BSD = x_BSD + self.attention.extend(self.attention_norm(x_BSD), cache)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
 
 class Embed(nn.Module):
     """Tokens to vectors."""
@@ -144,6 +183,14 @@ class Embed(nn.Module):
             return x_BSD
         length = tokens_BS.shape[1]
         positions_1S = torch.arange(self.cp_rank * length, (self.cp_rank + 1) * length, device=tokens_BS.device)[None]
+        return x_BSD + self.position(positions_1S)
+
+    def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
+        """As `forward` at the positions from `first` on."""
+        x_BSD = self.token(tokens_BS)
+        if self.position is None:
+            return x_BSD
+        positions_1S = torch.arange(first, first + tokens_BS.shape[1], device=tokens_BS.device)[None]
         return x_BSD + self.position(positions_1S)
 
 
