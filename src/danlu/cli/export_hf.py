@@ -1,16 +1,19 @@
 """`danlu export hf`: a run's checkpoint as a folder that Hugging Face's tools read."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from danlu.cli.hf_result import Compare, Json, Tolerance, compare_and_report, weights_progress
 from danlu.cli.run_checkpoint import RunStepArgument, open_run_checkpoint, run_problem
 from danlu.cli.run_options import RunsDirOption
-from danlu.spec import SpecError
+from danlu.spec import Recipe, SpecError
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
+
+if TYPE_CHECKING:
+    from danlu.framework.hf_tokenizer import ExportTokenizer
 
 app = typer.Typer(help="Export runs to formats of other tools.", no_args_is_help=True)
 
@@ -30,15 +33,17 @@ def export_hf(
     compare: Compare = True,
     as_json: Json = False,
 ) -> None:
-    """Export a run's weights as a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 or Mixtral, by its architecture.
+    """Export a run's weights and tokenizer as a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 or Mixtral.
 
-    Ends by comparing logits with transformers; exit code 1 if they differ by more than the tolerance.
+    Ends by comparing logits with transformers, and with a table of what loaders read. Exit code 1 if logits differ by
+    more than the tolerance, or if something in the folder is wrong.
     """
     import torch
 
     from danlu.framework import hf
     from danlu.framework.hf_compare import load_decoder
     from danlu.framework.hf_config import CONFIG_FILE
+    from danlu.framework.hf_layout import check_layout
     from danlu.framework.weights import parameter_shapes
 
     checkpoint = open_run_checkpoint(run, folder)
@@ -59,8 +64,9 @@ def export_hf(
     if imported is not None and not (missing := imported / hf.HF_CONFIG_DIR / CONFIG_FILE).is_file():
         typer.echo(f"tokenizer and other settings are not copied, because there is no {missing}", err=True)
         imported = None
+    tokenizer = _tokenizer(recipe, imported)
     with weights_progress() as on_progress:
-        family = hf.export_hf(model, read, output, imported, dtype, on_progress)
+        family = hf.export_hf(model, read, output, imported, dtype, on_progress, tokenizer)
     figures = {
         "folder": str(output),
         "architecture": family.architecture,
@@ -70,6 +76,31 @@ def export_hf(
     stored = hf.EXPORT_DTYPES[dtype][1]
     raise typer.Exit(
         compare_and_report(
-            figures, model, output, lambda: load_decoder(model, read, stored), tolerance, compare, as_json
+            figures,
+            model,
+            output,
+            lambda: load_decoder(model, read, stored),
+            tolerance,
+            compare,
+            as_json,
+            check_layout(output),
         )
     )
+
+
+def _tokenizer(recipe: Recipe, imported: Path | None) -> "ExportTokenizer | None":
+    """The tokenizer that the run was trained with; None, with the reason, if it is no longer there."""
+    from danlu.framework.hf_tokenizer import TOKENIZER_FILE, ExportTokenizer
+    from danlu.runs.dataset import open_run_tokenizer
+
+    try:
+        tokenizer = ExportTokenizer(*open_run_tokenizer(recipe))
+    except SpecError as error:
+        typer.echo(f"the tokenizer of the run is not exported: {error}", err=True)
+        return None
+    if imported is not None and (imported / TOKENIZER_FILE).is_file() and not tokenizer.is_in(imported):
+        typer.echo(
+            f"the tokenizer of {imported} is not exported, because the run was trained with {tokenizer.tokenizer.name}",
+            err=True,
+        )
+    return tokenizer
