@@ -191,7 +191,7 @@ def test_generating_leaves_no_trace_in_the_model() -> None:
 # --- what is drawn
 
 
-def draw(logits: list[float], sampling: Sampling, times: int = 4000) -> dict[int, float]:
+def draw(logits: list[float], sampling: Sampling, times: int = 800) -> dict[int, float]:
     """The share of every token among many draws."""
     generator = torch.Generator().manual_seed(11)
     counts = Counter(choose_token(torch.tensor(logits), sampling, generator) for _ in range(times))
@@ -205,7 +205,7 @@ LOGITS = [0.0, 2.0, 1.0, -1.0, 0.5]
 def test_shares_are_those_of_the_softmax_at_this_temperature(temperature: float) -> None:
     expected = (torch.tensor(LOGITS) / temperature).softmax(0)
     found = draw(LOGITS, Sampling(temperature=temperature))
-    assert all(abs(found.get(token, 0.0) - float(share)) < 0.03 for token, share in enumerate(expected))
+    assert all(abs(found.get(token, 0.0) - float(share)) < 0.06 for token, share in enumerate(expected))
 
 
 def test_temperature_zero_takes_the_most_likely_token() -> None:
@@ -215,7 +215,7 @@ def test_temperature_zero_takes_the_most_likely_token() -> None:
 def test_top_k_keeps_exactly_k() -> None:
     assert set(draw(LOGITS, Sampling(top_k=2))) == {1, 2}
     shares = torch.tensor([2.0, 1.0]).softmax(0)
-    assert abs(draw(LOGITS, Sampling(top_k=2))[1] - float(shares[0])) < 0.03
+    assert abs(draw(LOGITS, Sampling(top_k=2))[1] - float(shares[0])) < 0.06
     assert draw(LOGITS, Sampling(top_k=1), times=50) == {1: 1.0}
 
 
@@ -226,7 +226,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
         found = draw(logits, Sampling(top_p=top_p))
         assert set(found) == set(range(kept)), (top_p, found)
         total = float(shares[:kept].sum())
-        assert all(abs(found[token] - float(shares[token]) / total) < 0.03 for token in found)
+        assert all(abs(found[token] - float(shares[token]) / total) < 0.06 for token in found)
 
 
 def test_top_k_comes_before_top_p() -> None:
