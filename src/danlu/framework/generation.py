@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from danlu.framework.custom.forward_trace import get_logits
 from danlu.framework.layer_seeds import hash_seed
-from danlu.framework.moe import Router
 from danlu.framework.sampling import Sampling, choose_token
 from danlu.framework.transformer import Block, Decoder
 
@@ -141,13 +140,10 @@ def generate(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and without a trace in what routers count for training."""
+    """Without dropout, and without counting tokens for the balance of experts."""
     training = model.training
-    loads = [(module, module.load_E.clone()) for module in model.modules() if isinstance(module, Router)]
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        for router, load_E in loads:
-            router.load_E.copy_(load_E)
