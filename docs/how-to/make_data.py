@@ -1,7 +1,7 @@
 """Runs the commands of data.md in an empty folder and puts their real output below them.
 
 python docs/how-to/make_data.py            # writes the page anew
-python docs/how-to/make_data.py --check    # says what differs, and fails if something does; seconds and the like do not count
+python docs/how-to/make_data.py --check    # says what differs, and fails if something does; not for seconds
 """
 
 import json

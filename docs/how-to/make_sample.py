@@ -1,7 +1,7 @@
 """Runs the commands of sample.md and hand-off.md in one empty folder and puts their real output below them.
 
 python docs/how-to/make_sample.py            # writes the pages anew
-python docs/how-to/make_sample.py --check    # says what differs, and fails if something does; seconds and the like do not count
+python docs/how-to/make_sample.py --check    # says what differs, and fails if something does; not for seconds
 """
 
 import json
