@@ -1,6 +1,8 @@
 """`danlu sample`: text from a checkpoint, what is kept of it, and every way in which it can be refused."""
 
 import json
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
 from danlu.cli.run_checkpoint import open_run_checkpoint
+from danlu.cli.sample_output import SamplePrinter
 from danlu.framework.full_model import load_full_model
 from danlu.framework.generation import generate
 from danlu.framework.sampling import Sampling
 from danlu.framework.transformer import Decoder
 from danlu.report.run_page import write_run_page
 from danlu.report.samples import MAX_CHARACTERS, MAX_SHOWN
+from danlu.report.terminal import Console
 from danlu.spec import Moe, RunFolder, SpecError, toml
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.load import load_recipe
@@ -94,6 +98,26 @@ def test_samples_are_printed_one_after_the_other_with_their_numbers(run: RunFold
         assert f"{each['prompt']}{first}"[:2] in result.stdout
 
 
+def test_a_sample_that_is_ahead_waits_for_its_turn() -> None:
+    out = StringIO()
+    printer = SamplePrinter(Console(file=out, force_terminal=True, color_system=None, width=20), "p:", 0, 1, 3)
+    steps: list[tuple[Callable[..., None], tuple[Any, ...], str]] = [
+        (printer.on_text, (0, "a"), "── sample 1 of 3\np:a"),
+        (printer.on_text, (1, "x"), ""),
+        (printer.on_end, (1,), ""),
+        (printer.on_text, (2, "\x1b[2J" + "y" * 30), ""),
+        (printer.on_text, (0, "b"), "b"),
+        (printer.on_end, (0,), "\n── sample 2 of 3\np:x\n── sample 3 of 3\np:\\u001b[2J" + "y" * 30),
+        (printer.on_text, (2, "z"), "z"),
+        (printer.on_end, (2,), "\n"),
+    ]
+    expected = ""
+    for call, arguments, shown in steps:
+        call(*arguments)
+        expected += shown
+        assert out.getvalue() == expected
+
+
 def test_prompts_come_from_options_files_and_standard_input(run: RunFolder, tmp_path: Path) -> None:
     asked = ["--tokens", "3"]
     lines, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
@@ -145,6 +169,7 @@ def test_a_text_ends_where_the_context_does_and_says_so(run: RunFolder) -> None:
         (["--temperature", "0", "--top-p", "0.5"], "--top-p has no effect with --temperature 0"),
         (["--temperature", "0", "--top-k", "5"], "--top-k has no effect with --temperature 0"),
         (["--temperature", "0", "--count", "2"], "--count has no effect with --temperature 0"),
+        (["--temperature", "0", "--seed", "2"], "--seed has no effect with --temperature 0"),
         (["--top-p", "0"], "`top_p` must be above 0"),
     ],
 )
@@ -194,6 +219,20 @@ def test_a_corrupt_checkpoint_is_never_sampled(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "corrupt" in result.stderr and result.stdout == ""
 
 
+def test_a_recipe_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path) -> None:
+    run = saved_run(tmp_path, steps=(1,))
+    recipe = load_recipe(run.recipe)
+    run.recipe.write_text(toml.dumps(recipe.model_copy(update={"model": LLAMA.model_copy(update={"layers": 3})})))
+    result = sample(run)
+    assert result.exit_code == 2 and "blocks.2." in result.stderr
+
+
+def test_code_that_is_gone_is_reported(tmp_path: Path) -> None:
+    made = CustomModel(factory="gone:model", path=str(tmp_path), vocabulary=300)
+    result = sample(saved_run(tmp_path, made, steps=(1,), module=made_modules.Chain(vocabulary=300)))
+    assert result.exit_code == 2 and '"gone:model" is not found' in result.stderr
+
+
 def test_logits_that_overflow_are_reported(tmp_path: Path) -> None:
     run = saved_run(tmp_path, steps=())
     module = random_weights(Decoder(LLAMA), 0)
@@ -230,8 +269,9 @@ def test_a_module_of_the_users_own_is_sampled_without_a_cache(tmp_path: Path) ->
     made = CustomModel(factory="made_modules:Chain", path=HERE, vocabulary=300, arguments={"vocabulary": 300})
     module = made_modules.Chain(vocabulary=300)
     run = saved_run(tmp_path, made, steps=(1,), module=module)
-    with pytest.warns(RuntimeWarning, match="Chain has no KV cache"):
-        (found,) = drawn(run, "-p", "abc", "--tokens", "4", "--temperature", "0")
+    (found, _) = drawn(run, "-p", "abc", "-p", "xyz", "--tokens", "4", "--temperature", "0")
+    said = sample(run, "-p", "abc", "-p", "xyz", "--tokens", "4", "--temperature", "0").stderr
+    assert said.count("warning: Chain has no KV cache") == 1
     with pytest.warns(RuntimeWarning):
         tokens = [step[0] for step in generate(module, list(b"abc"), Sampling(temperature=0), tokens=4, vocabulary=257)]
     assert found["text"] == bytes(token for token in tokens if token is not None).decode(errors="replace")

@@ -3,6 +3,9 @@
 import json
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -64,16 +67,19 @@ def sample(
     The checkpoint may be of any layout, and of a run that is still running; the model must fit into this process.
     Without a prompt the model begins a text of its own.
     """
+    from danlu.framework.text_generation import sample_text
+
     asked = read_prompts(prompt, prompts, sys.stdin)
-    sampling = _sampling(temperature, top_k, top_p, count)
+    sampling = _sampling(temperature, top_k, top_p, count, seed)
     checkpoint = open_run_checkpoint(run, folder)
-    codec, length = _codec(checkpoint, asked, tokens)
-    model = _load_model(checkpoint, dtype, chip)
-    console = Console(highlight=False)
-    began, drawn = time.perf_counter(), list[Sample]()
-    for number, text in enumerate(asked):
-        printer = None if as_json else SamplePrinter(console, text, number, len(asked), count)
-        drawn += _draw(model, codec, text, sampling, length, seed, count, printer)
+    with _plain_errors():
+        codec, length = _codec(checkpoint, asked, tokens)
+        model = _load_model(checkpoint, dtype, chip)
+        console = Console(highlight=False)
+        began, drawn = time.perf_counter(), list[Sample]()
+        for number, text in enumerate(asked):
+            printer = None if as_json else SamplePrinter(console, text, number, len(asked), count)
+            drawn += sample_text(model, codec, text, sampling, tokens=length, seed=seed, count=count, listener=printer)
     seconds = time.perf_counter() - began
     result = SampleSet(
         run=checkpoint.run.name,
@@ -98,10 +104,27 @@ def sample(
         typer.echo(f"saved: {saved}, and on the run's page {checkpoint.run.report}", err=True)
 
 
-def _sampling(temperature: float, top_k: int, top_p: float, count: int) -> "Sampling":
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Errors of the model, its code or its checkpoint as messages, and so its warnings, each of them once."""
+    from danlu.framework.custom.construct import CustomModelError
+    from danlu.framework.sampling import NonFiniteLogitsError
+    from danlu.framework.text_generation import PromptTooLongError
+    from danlu.storage.checkpoint.restore import TensorMismatchError
+
+    with report_errors(), warnings.catch_warnings():
+        warnings.simplefilter("once", RuntimeWarning)
+        warnings.showwarning = lambda message, *_: print_warning(str(message))
+        try:
+            yield
+        except (CustomModelError, NonFiniteLogitsError, PromptTooLongError, TensorMismatchError) as error:
+            fail(str(error))
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, count: int, seed: int) -> "Sampling":
     from danlu.framework.sampling import Sampling
 
-    ignored = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--count": count != 1}
+    ignored = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--count": count != 1, "--seed": seed != 0}
     if temperature == 0 and (option := next((name for name, given in ignored.items() if given), None)):
         fail(f"{option} has no effect with --temperature 0, which always takes the most likely token: omit one of them")
     try:
@@ -116,16 +139,13 @@ def _codec(checkpoint: RunCheckpoint, prompts: list[str], tokens: int | None) ->
     A prompt that does not fit is an error before weights are read.
     """
     from danlu.framework.context_length import context_length
-    from danlu.framework.text_generation import PromptTooLongError, TextCodec
+    from danlu.framework.text_generation import TextCodec
     from danlu.runs.dataset import open_run_tokenizer
 
     recipe = checkpoint.recipe
     tokenizer, end_of_text = open_run_tokenizer(recipe)
     codec = TextCodec(tokenizer=tokenizer, end_of_text=end_of_text, context=context_length(recipe))
-    try:
-        longest = max(len(codec.encode(text)) for text in prompts)
-    except PromptTooLongError as error:
-        fail(str(error))
+    longest = max(len(codec.encode(text)) for text in prompts)
     trained = recipe.batch.length
     if tokens is None:
         tokens = max(1, min(_DEFAULT_TOKENS, trained - longest))
@@ -139,32 +159,9 @@ def _codec(checkpoint: RunCheckpoint, prompts: list[str], tokens: int | None) ->
 
 def _load_model(checkpoint: RunCheckpoint, dtype: Literal["fp32", "bf16"], chip: str | None) -> "nn.Module":
     from danlu.chips.registry import find_chip
-    from danlu.framework.custom.construct import CustomModelError
     from danlu.framework.full_model import load_full_model
     from danlu.framework.precision import DTYPES
 
     device = find_chip(chip).runtime.set_device(0)
-    try:
-        with report_errors(), weights_progress() as on_progress:
-            return load_full_model(checkpoint.recipe.model, checkpoint.fill, device, DTYPES[dtype], on_progress)
-    except CustomModelError as error:
-        fail(str(error))
-
-
-def _draw(
-    model: "nn.Module",
-    codec: "TextCodec",
-    prompt: str,
-    sampling: "Sampling",
-    tokens: int,
-    seed: int,
-    count: int,
-    printer: SamplePrinter | None,
-) -> list[Sample]:
-    from danlu.framework.sampling import NonFiniteLogitsError
-    from danlu.framework.text_generation import sample_text
-
-    try:
-        return sample_text(model, codec, prompt, sampling, tokens=tokens, seed=seed, count=count, listener=printer)
-    except NonFiniteLogitsError as error:
-        fail(str(error))
+    with weights_progress() as on_progress:
+        return load_full_model(checkpoint.recipe.model, checkpoint.fill, device, DTYPES[dtype], on_progress)
