@@ -20,6 +20,7 @@ from danlu.cli.renamed import refuse_renamed
 from danlu.cli.resume import resume
 from danlu.cli.rm import rm
 from danlu.cli.runs import runs
+from danlu.cli.sample import sample
 from danlu.cli.schema import schema
 from danlu.cli.show import show
 from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
@@ -74,6 +75,7 @@ app.command()(stop)
 app.command()(runs)
 app.command()(show)
 app.command()(evaluate)
+app.command()(sample)
 app.command()(rm)
 app.command()(check)
 app.command(cls=PlanCommand)(plan)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.framework.kv_cache import KVCache
 from danlu.framework.moe import MoeLayer
 from danlu.spec.model import Model, RopeScaling
 
@@ -89,9 +90,28 @@ class CoreAttention(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         return attended.transpose(1, 2)
 
+    def extend(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, cache: KVCache) -> Tensor:
+        """As `forward` at the positions after those in the cache, which are attended to as well; adds these to it."""
+        first, new = cache.length, q_BSHW.shape[1]
+        if self.theta is not None:
+            positions_1S = torch.arange(first, first + new, device=q_BSHW.device)[None]
+            q_BSHW, k_BSKW = (apply_rope(x, self.theta, self.scaling, positions_1S) for x in (q_BSHW, k_BSKW))
+        k_BSKW, v_BSKW = cache.append(k_BSKW, v_BSKW)
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
+        grouped = q.shape[1] != k.shape[1]
+        if first == 0 or new == 1:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=first == 0, enable_gqa=grouped)
+        else:  # the i-th new position sees everything cached, and the new ones up to itself
+            seen = torch.ones(new, first + new, dtype=torch.bool, device=q.device).tril(first)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        return y.transpose(1, 2)
+
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention."""
+    """Grouped-query causal self-attention.
+
+    An attention of another kind has the same three methods: what it keeps of earlier positions is its own matter.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -107,10 +127,22 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Mix information between positions."""
+        return self.o(self.core(*self._project(x_BSD), documents).flatten(2))
+
+    def new_cache(self, sequences: int, length: int) -> KVCache:
+        """An empty cache for as many sequences of at most `length` positions."""
+        shape = (sequences, length, self.k.out_features // self.head, self.head)
+        return KVCache(shape, self.k.weight.dtype, self.k.weight.device)
+
+    def extend(self, x_BSD: Tensor, cache: KVCache) -> Tensor:
+        """As `forward` at the positions after those in the cache, to which these are added."""
+        return self.o(self.core.extend(*self._project(x_BSD), cache).flatten(2))
+
+    def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (project(x_BSD).unflatten(-1, (-1, self.head)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o(self.core(q, k, v, documents).flatten(2))
+        return q, k, v
 
 
 class Mlp(nn.Module):
@@ -156,6 +188,11 @@ class Block(nn.Module):
         x_BSD = self.attention_residual(x_BSD, documents)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
+    def extend(self, x_BSD: Tensor, cache: KVCache) -> Tensor:
+        """As `forward` at the positions after those in the cache, to which these are added."""
+        x_BSD = x_BSD + self.attention.extend(self.attention_norm(x_BSD), cache)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
 
 class Embed(nn.Module):
     """Tokens to vectors."""
@@ -177,6 +214,14 @@ class Embed(nn.Module):
         if positions is None:
             return x_BSD + self.position(torch.arange(first, last, device=tokens_BS.device)[None])
         return x_BSD + self.position(positions[:, first:last])
+
+    def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
+        """As `forward` at the positions from `first` on."""
+        x_BSD = self.token(tokens_BS)
+        if self.position is None:
+            return x_BSD
+        positions_1S = torch.arange(first, first + tokens_BS.shape[1], device=tokens_BS.device)[None]
+        return x_BSD + self.position(positions_1S)
 
 
 class Head(nn.Module):

@@ -14,8 +14,10 @@ from danlu.report.layout_section import layout_section
 from danlu.report.page_template import LOGO, facts_list, format_time, page_footer, render_document, tile_row
 from danlu.report.precision_text import format_run_precision, format_start_peak
 from danlu.report.run_history import RunHistory, read_run_history
+from danlu.report.samples import read_samples, samples_section
 from danlu.spec import Cluster, Plan, Recipe, RunFolder, SpecError, load_cluster, load_plan, load_recipe
 from danlu.spec.files import read_text
+from danlu.spec.samples import SampleSet
 
 D = TypeVar("D")
 
@@ -28,9 +30,11 @@ def write_run_page(run: RunFolder) -> Path:
     plan = _read(run.plan, load_plan, notes)
     cluster = _read(run.cluster, lambda path: load_cluster(str(path)), notes) if run.cluster.exists() else None
     notes += [*(str(problem) for problem in history.problems), *filter(None, [history.skipped_events])]
+    samples, unreadable = read_samples(run)
+    notes += unreadable
     if history.mfu is not None and history.mfu > 1:
         notes.append("MFU is above 100 %, so its reference peak is too low: measure the peak with `danlu probe`.")
-    text = _page(run, history, recipe, plan, cluster, notes)
+    text = _page(run, history, recipe, plan, cluster, samples, notes)
     # a browser that reloads while the run continues must never see a partial page
     unfinished = run.report.with_suffix(".html.part")
     unfinished.write_text(text, encoding="utf-8")
@@ -56,6 +60,7 @@ def _page(
     recipe: Recipe | None,
     plan: Plan | None,
     cluster: Cluster | None,
+    samples: list[SampleSet],
     notes: list[str],
 ) -> str:
     body = [
@@ -64,6 +69,7 @@ def _page(
         starts_card(history),
         _charts(history),
         evaluations_card(history),
+        samples_section(samples),
         f"<h2>Layout</h2>{layout_section(plan, recipe, cluster)}" if plan else "",
         _warnings(history, notes),
         resumes_card(history),

@@ -6,11 +6,11 @@ from danlu.report.progress_bar import progress_bar
 from danlu.report.terminal import Console, print_warning
 from danlu.spec import Recipe, SpecError, toml
 from danlu.spec.load import ParsedSpec
-from danlu.spec.problem import format_key
+from danlu.spec.problem import format_key, problem_at
 from danlu.spec.recipe import ShardSource
 from danlu.spec.rules.data import is_remote
 from danlu.storage.data.build import BuildResult, build_dataset
-from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex
+from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex, read_index
 from danlu.storage.data.mixture_dataset import MixtureDataset
 from danlu.storage.data.open_shards import open_shards
 from danlu.storage.data.tokenizer import Tokenizer, open_tokenizer
@@ -82,3 +82,24 @@ def build_line(folder: Path, built: BuildResult) -> str:
 def shard_count(index: DatasetIndex) -> str:
     """Its number of shards, in words."""
     return f"{len(index.shards):,} shard{'s' if len(index.shards) > 1 else ''}"
+
+
+def open_run_tokenizer(recipe: Recipe) -> tuple[Tokenizer, int]:
+    """The tokenizer of a run, and the token that ends a document of its data.
+
+    One that changed since the data was built is an error; a warning says so if the data is out of reach.
+    """
+    tokenizer = open_tokenizer(recipe.data.tokenizer)
+    path = Path(recipe.data.tokenizer)
+    if tokenizer.vocabulary > recipe.model.vocabulary:
+        message = f"has token ids up to {tokenizer.vocabulary - 1}, but `model.vocabulary` is {recipe.model.vocabulary}"
+        raise SpecError([problem_at(path, 1, "tokenizer", message, "the tokenizer that the run was trained with")])
+    folders = [source.shards for source in recipe.data.datasets if not is_remote(source.shards)]
+    indexes = {folder: read_index(Path(folder)) for folder in folders if (Path(folder) / INDEX_FILE).is_file()}
+    for folder, index in indexes.items():
+        if index.tokenizer != tokenizer.name:
+            message = f'is "{tokenizer.name}", but {folder} was built with "{index.tokenizer}"'
+            raise SpecError([problem_at(path, 1, "tokenizer", message, "restore the file as it was")])
+    if not indexes:
+        print_warning("the run's data is not here, so that its tokenizer cannot be compared with the recipe's")
+    return tokenizer, next((index.end_of_text for index in indexes.values()), tokenizer.end_of_text)
