@@ -17,10 +17,10 @@ from danlu.comm.world import World
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import build_train_state
 from danlu.framework.loop import TrainStages, run_training_loop
-from danlu.framework.nonfinite_guard import DivergedError
 from danlu.framework.stages import FixedData, NoCheckpoints
 from danlu.framework.state import TrainState
 from danlu.parallel.batch import Batch
+from danlu.framework.step_guard import DivergedError
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.event import StepEvent
 from danlu.spec.plan import Degrees, Plan
