@@ -27,8 +27,8 @@ def format_action(event: SpikeEvent) -> str:
         return f"the update was applied{note}"
     if event.rewound_to is None:
         return f"the batch was skipped{note}: {event.lost_samples:,} samples, {_duration(event)}"
-    steps = f"{event.lost_steps:,} step{'s' * (event.lost_steps != 1)}"
-    return f"rewound to step {event.rewound_to:,}{note}: {steps}, {event.lost_samples:,} samples and {_duration(event)} lost"
+    cost = f"{event.lost_steps:,} step{'s' * (event.lost_steps != 1)}, {event.lost_samples:,} samples"
+    return f"rewound to step {event.rewound_to:,}{note}: {cost} and {_duration(event)} lost"
 
 
 def format_spike_totals(spikes: Sequence[SpikeEvent]) -> str:
