@@ -24,8 +24,8 @@ SIGMAS_PER_TAIL = 1 / NormalDist().inv_cdf(TAIL)
 """Standard deviation of a normal distribution over the distance of that quantile from its median."""
 MIN_LOSS_SIGMA = 0.002
 """Smallest standard deviation assumed of the loss, as a share of its level: one that repeats itself has none."""
-MIN_LOG_NORM_SIGMA = 0.02
-"""The same of the norm's logarithm."""
+MIN_LOG_NORM_SIGMA = 0.2
+"""The same of the norm's logarithm: odd batches have several times the usual norm, and clipping takes care of them."""
 SMALLEST_NORM = 1e-30
 """In place of a norm of 0, which has no logarithm."""
 
