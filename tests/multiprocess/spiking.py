@@ -211,7 +211,7 @@ def prepared(
     manager = CheckpointManager(engine, recipe.checkpoint, mesh.rank, events)
     try:
         manager.resume(state)
-        stages = TrainStages(FixedData(batches), passes, manager, events, lambda: stop(run))
+        stages = TrainStages(FixedData(batches), passes, manager, events=events, stop_requested=lambda: stop(run))
 
         def train() -> None:
             run_training_loop(recipe, state, mesh, stages)

@@ -42,15 +42,14 @@ def rewind_has_a_checkpoint(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
         )
         return
     back = spikes.rewind or saves.every
-    # Right after a save the oldest of the kept ones is this many steps old.
-    oldest = (saves.keep - 1) * saves.every
+    oldest = (saves.keep - 1) * saves.every  # right after a save; a checkpoint that is so old is always kept
     if back > oldest:
-        keep = 1 + -(-back // saves.every)
+        keep = f"`keep = {1 + -(-back // saves.every)}` under [checkpoint]"
         yield recipe.problem(
             "spikes.rewind" if spikes.rewind else "spikes.policy",
             f"goes back {back} steps, but the oldest of {saves.keep} kept checkpoints, one every {saves.every} steps, "
             f"may be only {oldest} steps old",
-            f"keep = {keep} under [checkpoint], or a smaller `rewind` under [spikes]",
+            f"rewind = {oldest} at most, or {keep}" if spikes.rewind and oldest else keep,
         )
 
 
