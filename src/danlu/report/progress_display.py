@@ -105,9 +105,10 @@ class ProgressDisplay:
 
     def _print_events(self, fresh: list[Event]) -> None:
         """Print every new warning once, above the line; also spikes, resumes as verified, and the cost of saving."""
-        self._saved = next((event for event in reversed(fresh) if isinstance(event, SaveEvent)), self._saved)
         for event in fresh:
-            if isinstance(event, ResumeEvent):
+            if isinstance(event, SaveEvent):
+                self._saved = event
+            elif isinstance(event, ResumeEvent):
                 self._console.print(Text(f"resumed from step {event.step:,}", style="bold"))
                 for name, text in resume_rows(event):
                     self._console.print(Text.assemble((f"  {name:<9}", "dim"), text), soft_wrap=True)
@@ -115,6 +116,8 @@ class ProgressDisplay:
                 self._console.print(Text(format_save_estimate(event), style="dim"), soft_wrap=True)
             elif isinstance(event, SpikeEvent):
                 self._console.print(Text.assemble(("spike   ", "red"), format_spike(event)), soft_wrap=True)
+                if event.rewound_to is not None:
+                    self._saved = None  # a rewind deletes later checkpoints
         messages = [f"rank {event.rank}: {event.message}" for event in fresh if isinstance(event, WarningEvent)]
         messages += [str(problem) for problem in self._tail.problems[self._reported_problems :]]
         self._reported_problems = len(self._tail.problems)

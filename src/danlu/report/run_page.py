@@ -131,7 +131,7 @@ def _tiles(history: RunHistory, cluster: Cluster | None) -> str:
     if history.lost_steps:
         time_note += f", {history.lost_steps:,} steps repeated"
     if history.rewound_steps:
-        left = f"{history.rewound_steps:,} steps left by rewinds"
+        left = f"{history.rewound_steps:,} steps undone by rewinds"
         time_note = f"{time_note}, {left}" if time_note else left
     tiles = [
         ("Final loss" if history.end else "Loss", formatting.loss(history.loss), below),

@@ -45,10 +45,11 @@ def rewind_has_a_checkpoint(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     oldest = (saves.keep - 1) * saves.every  # right after a save; a checkpoint that is so old is always kept
     if back > oldest:
         keep = f"`keep = {1 + -(-back // saves.every)}` under [checkpoint]"
+        value = str(back) if spikes.rewind else f'"rewind", which goes back {back} steps'
         yield recipe.problem(
             "spikes.rewind" if spikes.rewind else "spikes.policy",
-            f"goes back {back} steps, but the oldest of {saves.keep} kept checkpoints, one every {saves.every} steps, "
-            f"may be only {oldest} steps old",
+            f"is {value}, but of {saves.keep} kept checkpoints, one every {saves.every} steps, the oldest may be only "
+            f"{oldest} steps old",
             f"rewind = {oldest} at most, or {keep}" if spikes.rewind and oldest else keep,
         )
 
