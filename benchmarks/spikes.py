@@ -46,12 +46,14 @@ from danlu.spec.event import Event, StepEvent
 from danlu.spec.recipe import LRSchedule
 from danlu.spec.spikes import SpikeConfig
 
-LEARNING = 45
-"""Batches before the first spike, so that a checkpoint 10 steps before it knows what is usual."""
-BETWEEN = {"rewind": 25, "skip": 6}
+LEARNING = 75
+"""Batches before the first spike, so that a checkpoint 10 to 20 steps before it knows what is usual."""
+BETWEEN = {"rewind": 21, "skip": 5}
 """Batches from a spike to the next: after a rewind of 10 to 20 steps the run must get past where it was."""
-SMALLEST: dict[Kind, float] = {"loss": 4.0, "gradient": 30.0, "weights": 4.0}
+SMALLEST: dict[Kind, float] = {"loss": 4.0, "gradient": 100.0, "weights": 4.0}
 LARGEST: dict[Kind, float] = {"loss": 1e4, "gradient": 1e6, "weights": 100.0}
+DEFAULTS = {"window": SpikeConfig().window}
+"""The statistics as they are without a setting."""
 SCHEDULES = (
     LRSchedule(kind="wsd", warmup=100, final=0.0),
     LRSchedule(kind="cosine", warmup=300),
@@ -72,7 +74,7 @@ def draw_injections(count: int, policy: str, seed: int, ranks: int = 1) -> list[
         alone = ranks > 1 and kind in ("loss", "gradient") and draw.random() < 0.5
         injections.append(
             Injection(
-                cursor=(LEARNING + number * BETWEEN[policy] + draw.randrange(3)) * SEQUENCES,
+                cursor=(LEARNING + number * BETWEEN[policy] + draw.randrange(2)) * SEQUENCES,
                 kind=kind,
                 size=low * (high / low) ** draw.random(),
                 rank=draw.randrange(ranks) if alone else None,
@@ -82,8 +84,8 @@ def draw_injections(count: int, policy: str, seed: int, ranks: int = 1) -> list[
 
 
 def steps_for(count: int, policy: str) -> int:
-    """Steps of a run that meets so many spikes, for certain: rewinds cost between 10 and 20 each."""
-    return LEARNING + count * (BETWEEN[policy] - (19 if policy == "rewind" else 0)) + (40 if policy == "rewind" else 20)
+    """Steps in which a run meets so many spikes for certain: every rewind passes over ten batches or more."""
+    return LEARNING + count * (BETWEEN[policy] - (10 if policy == "rewind" else 0)) + 10
 
 
 def find_in_clean_runs(steps: int, tick: Tick) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def find_in_clean_runs(steps: int, tick: Tick) -> dict[str, Any]:
             tick(1)
 
     for seed, schedule in enumerate(SCHEDULES):
-        recipe = spike_recipe(steps // len(SCHEDULES), "warn", seed=seed, schedule=schedule, spikes={"window": 128})
+        recipe = spike_recipe(steps // len(SCHEDULES), "warn", seed=seed, schedule=schedule, spikes=DEFAULTS)
         assert recipe.spikes == SpikeConfig(), "the defaults"
         alarms += len(trained(recipe, None, after=count).spikes)
     return {"steps": steps, "false_alarms": alarms}
@@ -107,7 +109,9 @@ def find_injected(runs: list[tuple[str, int]], folder: Path, tick: Tick) -> list
     for number, (policy, count) in enumerate(runs):
         injections = draw_injections(count, policy, seed=number)
         found = compare_with_reference(
-            spike_recipe(steps_for(count, policy), policy, seed=number), folder / f"run-{number}", injections
+            spike_recipe(steps_for(count, policy), policy, seed=number, spikes=DEFAULTS),
+            folder / f"run-{number}",
+            injections,
         )
         rows.append(
             _row(policy, 1, injections, found.equal, found.compared, len(found.missed), len(found.false_alarms))
@@ -124,6 +128,7 @@ def find_on_ranks(runs: list[tuple[str, int]], folder: Path, tick: Tick) -> list
     cases = [
         {
             "policy": policy,
+            "spikes": DEFAULTS,
             "steps": steps_for(count, policy),
             "degrees": layouts[number % 2],
             "injections": [asdict(each) for each in drawn[number]],
@@ -147,7 +152,7 @@ def find_on_ranks(runs: list[tuple[str, int]], folder: Path, tick: Tick) -> list
 
 def resume_after_kills(count: int, folder: Path, tick: Tick) -> dict[str, Any]:
     """A run that dies after every rewind and is resumed, against one that lives."""
-    recipe = spike_recipe(steps_for(count, "rewind"), seed=77)
+    recipe = spike_recipe(steps_for(count, "rewind"), seed=77, spikes=DEFAULTS)
     injections = draw_injections(count, "rewind", seed=77)
     through = trained(recipe, folder / "through", injections)
     killed = trained_with_kills(recipe, folder / "killed", injections, lambda spike: spike.rewound_to is not None)
@@ -197,10 +202,10 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.quick:
-        clean, alone, together, kills = 300, [("rewind", 10), ("skip", 5)], [("rewind", 5)], 1
+        clean, alone, together, kills = 300, [("rewind", 8), ("skip", 8)], [("rewind", 4)], 1
     else:
-        clean, kills = 5000, 10
-        alone, together = [("rewind", 30)] * 4 + [("skip", 30)], [("rewind", 15), ("rewind", 15), ("skip", 20)]
+        clean, kills = 5000, 5
+        alone, together = [("rewind", 30), ("rewind", 30), ("skip", 80)], [("rewind", 20), ("skip", 40)]
     count = sum(number for _, number in [*alone, *together])
     World.join(RankInfo(), "gloo", rendezvous(RankInfo()))
     with tempfile.TemporaryDirectory() as name, _progress_bar(clean + count + kills) as phase:

@@ -20,7 +20,7 @@ def main() -> None:
     joined = World.join(place, "gloo", rendezvous(place))
     found: list[dict[str, Any]] = []
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
-        recipe = spike_recipe(case["steps"], case["policy"])
+        recipe = spike_recipe(case["steps"], case["policy"], spikes=case.get("spikes", {}))
         injections = [Injection(**each) for each in case["injections"]]
         outcome = compare_with_reference(
             recipe, folder / f"case-{number}", injections, Plan(degrees=Degrees(**case["degrees"]))

@@ -29,7 +29,7 @@ from danlu.spec.recipe import BatchConfig, CheckpointConfig, DataConfig, LRSched
 from danlu.spec.spikes import SpikeConfig
 from danlu.storage.checkpoint.engine import open_checkpoint_engine
 
-VOCABULARY, LENGTH, SEQUENCES = 256, 16, 16
+VOCABULARY, LENGTH, SEQUENCES = 256, 16, 32
 SHAPE = Model(vocabulary=VOCABULARY, layers=1, width=16, heads=2, mlp_width=32, sequence=LENGTH)
 
 Kind = Literal["garbage", "loss", "gradient", "weights", "not finite"]

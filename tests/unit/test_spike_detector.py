@@ -3,12 +3,12 @@
 import json
 import random
 from math import exp, inf, log, nan
-from statistics import NormalDist, median
+from statistics import median
 from typing import Any
 
 import pytest
 
-from danlu.framework.spike_detector import MIN_LOG_NORM_SIGMA, MIN_LOSS_SIGMA, TAIL, SpikeDetector
+from danlu.framework.spike_detector import MIN_LOG_NORM_SIGMA, MIN_LOSS_SIGMA, SpikeDetector
 from danlu.framework.step_guard import MAX_REWINDS, MAX_SKIPPED_STEPS, DivergedError, RewindCount, StepGuard
 from danlu.spec.spikes import TREND_STEPS, SpikeConfig
 
@@ -38,9 +38,7 @@ def by_definition(values: list[float]) -> tuple[float, float]:
     levels = [median(values[at - TREND_STEPS : at]) for at in range(TREND_STEPS, len(values) + 1)]
     residuals = [value - level for value, level in zip(values[TREND_STEPS:], levels, strict=False)][-CONFIG.window :]
     middle = median(residuals)
-    spread = median(abs(residual - middle) for residual in residuals) * 1.4826
-    tail = (sorted(residuals)[int(TAIL * len(residuals))] - middle) / NormalDist().inv_cdf(TAIL)
-    return levels[-1] + middle, max(spread, tail)
+    return levels[-1] + middle, median(abs(residual - middle) for residual in residuals) * 1.4826
 
 
 @pytest.mark.parametrize("steps", [32, 60, 80, 333])

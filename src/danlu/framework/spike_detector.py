@@ -1,9 +1,9 @@
 """Whether a step's loss or gradient norm is beyond what the run itself has shown: arithmetic over global metrics.
 
 Each metric is compared with the median of its last few accepted values. How far values usually lie from that median is
-known from the last `window` accepted steps: by the median of those distances, and by their MAD or their upper tail,
-whichever is wider, because the norms of small batches have a long one. A step is a spike if it lies more than
-`threshold` such standard deviations above what is expected. Only what is above counts: a loss that falls is no problem.
+known from the last `window` accepted steps, by the median and the MAD of those distances, which a few outliers do not
+move. A step is a spike if it lies more than `threshold` robust standard deviations above what is expected. Only what is
+above counts: a loss that falls is no problem.
 """
 
 from bisect import bisect_left, insort
@@ -11,17 +11,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log
-from statistics import NormalDist
 from typing import Literal
 
 from danlu.spec.spikes import TREND_STEPS, SpikeConfig
 
 SIGMAS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
-TAIL = 0.975
-"""Quantile of the residuals that stands for their upper tail."""
-SIGMAS_PER_TAIL = 1 / NormalDist().inv_cdf(TAIL)
-"""Standard deviation of a normal distribution over the distance of that quantile from its median."""
 MIN_LOSS_SIGMA = 0.002
 """Smallest standard deviation assumed of the loss, as a share of its level: one that repeats itself has none."""
 MIN_LOG_NORM_SIGMA = 0.2
@@ -111,8 +106,7 @@ class _Residuals:
             return None
         middle = _median(self._sorted)
         deviations = sorted(abs(residual - middle) for residual in self._sorted)
-        tail = self._sorted[int(TAIL * len(self._sorted))] - middle
-        return self._level() + middle, max(SIGMAS_PER_MAD * _median(deviations), SIGMAS_PER_TAIL * tail)
+        return self._level() + middle, SIGMAS_PER_MAD * _median(deviations)
 
     def refill(self, values: Iterable[float]) -> None:
         """Know these values and no others."""
