@@ -19,8 +19,8 @@ from danlu.framework.build import build_train_state
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.stages import FixedData, NoCheckpoints
 from danlu.framework.state import TrainState
-from danlu.parallel.batch import Batch
 from danlu.framework.step_guard import DivergedError
+from danlu.parallel.batch import Batch
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.event import StepEvent
 from danlu.spec.plan import Degrees, Plan

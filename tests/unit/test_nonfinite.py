@@ -10,8 +10,8 @@ from torch import Tensor
 
 from danlu.framework.stages import NoCheckpoints
 from danlu.framework.state import TrainState
-from danlu.parallel.batch import Batch
 from danlu.framework.step_guard import MAX_SKIPPED_STEPS, DivergedError
+from danlu.parallel.batch import Batch
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 
