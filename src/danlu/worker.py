@@ -28,10 +28,10 @@ from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
-from danlu.framework.nonfinite_guard import stop_on_signal
 from danlu.framework.precision import DTYPES
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
 from danlu.framework.stages import EvaluationStage, NoEvaluation
+from danlu.framework.step_guard import stop_on_signal
 from danlu.framework.train_data import TrainData
 from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights

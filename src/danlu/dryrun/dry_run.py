@@ -24,7 +24,6 @@ from danlu.framework.build import ForwardBackward, build_train_state
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loop import TrainStages, take_step
 from danlu.framework.moe import LocalDispatcher
-from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics
@@ -156,7 +155,7 @@ def _take_step(
         return StepMetrics(loss=1.0, norm=clipped, memory=0, imbalance=None, stop_requested=False)
 
     stages = TrainStages(FixedData(_ZeroBatch(recipe, mesh)), passes, compute_metrics=metrics)
-    take_step(recipe, state, mesh, stages, NonFiniteGuard())
+    take_step(recipe, state, mesh, stages)
 
 
 class _ZeroBatch:

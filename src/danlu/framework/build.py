@@ -16,6 +16,7 @@ from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
+from danlu.framework.step_guard import StepGuard
 from danlu.memory.recompute import apply_recompute
 from danlu.parallel.batch import Batch
 from danlu.parallel.fsdp import apply_fsdp
@@ -65,7 +66,8 @@ def build_train_state(
     else:
         forward_backward = GradientAccumulation(modules[0], loss, plan.microbatches)
     optimizer = build_optimizer(modules, recipe.optimizer)
-    return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds), forward_backward
+    guard = StepGuard(recipe.spikes)
+    return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds, guard=guard), forward_backward
 
 
 def apply_parallelism(

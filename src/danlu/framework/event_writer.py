@@ -12,7 +12,7 @@ from typing import Self
 from danlu.framework.atomic_append import AtomicAppendFile
 from danlu.framework.event_metrics import MetricsSink, event_metrics
 from danlu.framework.tensorboard import TensorBoardWriter
-from danlu.spec.event import Event, WarningEvent
+from danlu.spec.event import Event, SpikeEvent, WarningEvent
 from danlu.spec.run_folder import RunFolder
 
 MAX_BUFFERED_EVENTS = 10_000
@@ -50,6 +50,8 @@ class EventWriter:
         """Add an event; other processes can read it when this returns, unless the disk cannot be written."""
         line = event.model_dump_json()
         self._waiting.append(line)
+        if isinstance(event, SpikeEvent) and event.rewound_to is not None:
+            self._charts.purge_from(event.rewound_to + 1)
         try:
             self._write_waiting()
             if (found := event_metrics(event)) is not None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.build import ForwardBackward
-from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.optimizer import learning_rate
+from danlu.framework.spike_recovery import SpikeRecovery
 from danlu.framework.stages import (
     CheckpointStage,
     DataStage,
@@ -20,6 +20,7 @@ from danlu.framework.stages import (
     NoEvaluation,
 )
 from danlu.framework.state import TrainState
+from danlu.framework.step_guard import Verdict
 from danlu.framework.step_metrics import all_reduce_counted, compute_step_metrics, update_router_biases
 from danlu.parallel.grad_norm import clip_grads_with_norm
 from danlu.spec.event import StepEvent
@@ -55,6 +56,7 @@ class StepResult(NamedTuple):
     """A step that was taken."""
 
     event: StepEvent
+    verdict: Verdict
     stop_requested: bool
     """Some rank was asked to stop, or gave up on its checkpoints."""
 
@@ -64,13 +66,16 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
 
     All ranks see the same metrics, so all of them decide alike.
     """
-    guard, last = NonFiniteGuard(), False
+    recovery, last = SpikeRecovery(recipe, stages.checkpoints, stages.events), False
     while state.step < recipe.steps and not last:
         _evaluate_if_due(state, stages)  # a run that was asked to stop does this when it resumes
-        step = take_step(recipe, state, mesh, stages, guard)
+        step = take_step(recipe, state, mesh, stages)
         stages.events.write(step.event)
-        guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
-        last = step.stop_requested or state.step == recipe.steps
+        last = step.stop_requested
+        if recovery.rewound(state, step.event, step.verdict):
+            continue  # the state is that of a checkpoint: there is nothing new to save
+        state.guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
+        last |= state.step == recipe.steps
 
         for warning in stages.data.pop_warnings():
             stages.events.warn(warning)
@@ -86,9 +91,7 @@ def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:
         stages.events.write(evaluated)
 
 
-def take_step(
-    recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages, guard: NonFiniteGuard
-) -> StepResult:
+def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
     batch = stages.data.at(state.cursor)
@@ -99,8 +102,8 @@ def take_step(
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 
     rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
-    accepted = guard.accept_step(metrics.loss, metrics.norm)
-    if accepted:
+    verdict = state.guard.judge(metrics.loss, metrics.norm, state.step + 1)
+    if verdict.applied:
         clip_grads_with_norm(state.parameters(), metrics.norm, recipe.optimizer.clip)
         stages.checkpoints.wait_for_staging()  # a save may still be copying the tensors that now change
         state.optimizer_step(rate)
@@ -115,8 +118,9 @@ def take_step(
         tokens=recipe.batch.tokens,
         seconds=time.perf_counter() - started,
         memory=metrics.memory,
-        committed=accepted,
+        committed=verdict.applied,
+        reason=verdict.reason,
         imbalance=metrics.imbalance,
         counted=None if counted is None else int(counted),
     )
-    return StepResult(event, metrics.stop_requested)
+    return StepResult(event, verdict, metrics.stop_requested)

@@ -42,6 +42,13 @@ class CheckpointStage(Protocol):
         """Save if it is time to, and at the end; whether it was."""
         ...
 
+    def rewind(self, state: TrainState, at_most: int) -> int | None:
+        """Restore the newest checkpoint of step `at_most` or earlier, and drop later ones; its step, None if none is.
+
+        Called by all ranks together.
+        """
+        ...
+
 
 class EvaluationStage(Protocol):
     """Loss on held-out data; `Evaluation` is the one of a run."""
@@ -102,6 +109,10 @@ class NoCheckpoints:
     def save_if_due(self, state: TrainState, last: bool) -> bool:
         """Never."""
         return False
+
+    def rewind(self, state: TrainState, at_most: int) -> int | None:
+        """There is nothing to go back to."""
+        return None
 
 
 class NoEvaluation:

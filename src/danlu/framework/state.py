@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.framework.layer_seeds import LayerSeeds, hash_seed
+from danlu.framework.step_guard import StepGuard
 
 
 @dataclass
@@ -26,6 +27,8 @@ class TrainState:
     """Index of the next sample."""
     layer_seeds: list[LayerSeeds] = field(default_factory=list)
     """Seeds of the layers that may draw random numbers."""
+    guard: StepGuard = field(default_factory=StepGuard)
+    """Decides which steps are applied; what it learned from earlier ones is part of the state."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that this rank holds a shard of, by global name."""
@@ -80,7 +83,7 @@ class TrainState:
 
     def scalars(self) -> dict[str, Any]:
         """The scalars of the state."""
-        return {"step": self.step, "cursor": self.cursor, "seed": self.seed}
+        return {"step": self.step, "cursor": self.cursor, "seed": self.seed, **self.guard.scalars()}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restore the scalars of a checkpoint whose tensors have been read; its data order must be this run's."""
@@ -90,6 +93,7 @@ class TrainState:
                 "the order of the data depends on it"
             )
         self.step, self.cursor = scalars["step"], scalars["cursor"]
+        self.guard.restore(scalars)
 
     def _prime_optimizer(self) -> None:
         """Make the optimizer create its state with a step of zero length, so that a checkpoint can be read into it."""

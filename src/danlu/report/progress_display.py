@@ -16,8 +16,19 @@ from danlu.report.checkpoints import format_save, format_save_estimate, resume_r
 from danlu.report.evaluations import format_evaluation
 from danlu.report.event_tail import EventTail
 from danlu.report.run_history import RunHistory
+from danlu.report.spikes import format_spike
 from danlu.report.terminal import Console
-from danlu.spec import Event, PreflightEvent, ResumeEvent, RunFolder, SaveEvent, StartEvent, StepEvent, WarningEvent
+from danlu.spec import (
+    Event,
+    PreflightEvent,
+    ResumeEvent,
+    RunFolder,
+    SaveEvent,
+    SpikeEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
 from danlu.spec.event import parse_known_events
 
 _SLOW_PHASE_SECONDS = 10.0
@@ -93,15 +104,20 @@ class ProgressDisplay:
             self._print_line(last=True)
 
     def _print_events(self, fresh: list[Event]) -> None:
-        """Print every new warning once, above the line; a resume with its verification, and the cost of saving."""
-        self._saved = next((event for event in reversed(fresh) if isinstance(event, SaveEvent)), self._saved)
+        """Print every new warning once, above the line; also spikes, resumes as verified, and the cost of saving."""
         for event in fresh:
-            if isinstance(event, ResumeEvent):
+            if isinstance(event, SaveEvent):
+                self._saved = event
+            elif isinstance(event, ResumeEvent):
                 self._console.print(Text(f"resumed from step {event.step:,}", style="bold"))
                 for name, text in resume_rows(event):
                     self._console.print(Text.assemble((f"  {name:<9}", "dim"), text), soft_wrap=True)
             elif isinstance(event, PreflightEvent):
                 self._console.print(Text(format_save_estimate(event), style="dim"), soft_wrap=True)
+            elif isinstance(event, SpikeEvent):
+                self._console.print(Text.assemble(("spike   ", "red"), format_spike(event)), soft_wrap=True)
+                if event.rewound_to is not None:
+                    self._saved = None  # a rewind deletes later checkpoints
         messages = [f"rank {event.rank}: {event.message}" for event in fresh if isinstance(event, WarningEvent)]
         messages += [str(problem) for problem in self._tail.problems[self._reported_problems :]]
         self._reported_problems = len(self._tail.problems)
@@ -163,8 +179,8 @@ class ProgressDisplay:
 
 
 def recent_steps(history: RunHistory) -> list[StepEvent]:
-    """The newest steps of the newest start: they show how the run performs now."""
-    done = history.step - history.start.step if history.start else history.step
+    """The newest steps since the last start or rewind: they show how the run performs now."""
+    done = history.step - history.continued_from
     return history.last_steps(min(RECENT_STEPS, done)) if done > 0 else []
 
 
@@ -225,7 +241,7 @@ def _figures(history: RunHistory) -> list[str | tuple[str, str]]:
     figures: list[str | tuple[str, str]] = [(shown, "bold"), (f" {direction}" if direction else "", style)]
     figures += [f"  {formatting.count(pace)} tokens/s", _format_mfu(mfu, start), f"  {formatting.size(last.memory)}"]
     if not last.committed:
-        figures.append(("  update skipped", "red"))
+        figures.append((f"  update skipped{f': {last.reason}' if last.reason else ''}", "red"))
     return figures
 
 

@@ -15,6 +15,7 @@ from danlu.report.page_template import LOGO, facts_list, format_time, page_foote
 from danlu.report.precision_text import format_run_precision, format_start_peak
 from danlu.report.run_history import RunHistory, read_run_history
 from danlu.report.samples import read_samples, samples_section
+from danlu.report.spikes import format_spike, spikes_card
 from danlu.spec import Cluster, Plan, Recipe, RunFolder, SpecError, load_cluster, load_plan, load_recipe
 from danlu.spec.files import read_text
 from danlu.spec.samples import SampleSet
@@ -72,6 +73,7 @@ def _page(
         samples_section(samples),
         f"<h2>Layout</h2>{layout_section(plan, recipe, cluster)}" if plan else "",
         _warnings(history, notes),
+        spikes_card(history.spikes),
         resumes_card(history),
         saves_card(history),
         _files(run),
@@ -134,6 +136,9 @@ def _tiles(history: RunHistory, cluster: Cluster | None) -> str:
     time_note = f"after {restarts} restart{'s' * (restarts != 1)}" if restarts > 0 else ""
     if history.lost_steps:
         time_note += f", {history.lost_steps:,} steps repeated"
+    if history.rewound_steps:
+        left = f"{history.rewound_steps:,} steps undone by rewinds"
+        time_note = f"{time_note}, {left}" if time_note else left
     tiles = [
         ("Final loss" if history.end else "Loss", formatting.loss(history.loss), below),
         ("Tokens per second", formatting.count(history.tokens_per_second), _format_median_note(history)),
@@ -166,7 +171,12 @@ def _charts(history: RunHistory) -> str:
     if not steps:
         return ""
     across = (steps[0].step - 1, steps[-1].step)
-    marks = ChartMarkers(saved=sorted(history.saves), resumed=history.resume_steps, skipped=history.skipped_steps)
+    marks = ChartMarkers(
+        saved=sorted(history.saves),
+        resumed=history.resume_steps,
+        skipped=history.skipped_steps,
+        spikes=[(spike.step, format_spike(spike)) for spike in history.spikes],
+    )
     figures = [
         render_chart(
             curve,
@@ -252,6 +262,7 @@ def _legend(marks: ChartMarkers) -> str:
         ("saved", f"{len(marks.saved):,} checkpoint{'s' * (len(marks.saved) != 1)}", marks.saved),
         ("resumed", f"resumed {len(marks.resumed):,} time{'s' * (len(marks.resumed) != 1)}", marks.resumed),
         ("skipped", f"{len(marks.skipped):,} update{'s' * (len(marks.skipped) != 1)} skipped", marks.skipped),
+        ("spike", f"{len(marks.spikes):,} spike{'s' * (len(marks.spikes) != 1)}", marks.spikes),
     ]
     shown = render_swatches((name, text) for name, text, some in entries if some)
     return f'<p class="key soft">{shown}</p>' if shown else ""

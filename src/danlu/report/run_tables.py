@@ -15,6 +15,7 @@ from danlu.report.checkpoints import format_samples, format_short_duration, form
 from danlu.report.evaluations import describe_evaluation
 from danlu.report.precision_text import format_run_precision, format_start_peak
 from danlu.report.run_history import RunHistory, RunState, read_run_history
+from danlu.report.spikes import format_spike_totals
 from danlu.spec import Recipe, RunFolder, SpecError, load_recipe
 from danlu.spec.problem import problem_at, suggest_name
 
@@ -81,6 +82,9 @@ class RunSummary:
     seconds: float
     skipped_steps: int
     lost_steps: int
+    spikes: int
+    rewound_steps: int
+    """Steps that rewinds after spikes left."""
     warnings: int
     mixture: tuple[DataShare, ...]
     """The data sets that the recipe mixes; empty if it names one."""
@@ -161,6 +165,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
         seconds=history.running_seconds,
         skipped_steps=len(history.skipped_steps),
         lost_steps=history.lost_steps,
+        spikes=len(history.spikes),
+        rewound_steps=history.rewound_steps,
         warnings=len(history.warnings),
         mixture=_mixture(recipe),
         message="; ".join(
@@ -283,6 +289,8 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
         event = history.resumes[-1]
         verified = f"{format_tensor_count(event)} tensors equal, {format_samples(event)}"
         rows.append(("resumed", f"from step {event.step:,}: {verified}"))
+    if history.spikes:
+        rows.append(("spikes", format_spike_totals(history.spikes)))
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings):,}"))
     if history.end and history.end.message:

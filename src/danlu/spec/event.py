@@ -67,7 +67,9 @@ class StepEvent(SpecModel):
     memory: BoundedInt
     """Largest memory of any rank so far, in bytes."""
     committed: bool = True
-    """False when loss or norm was not finite and the update was skipped."""
+    """False when the update was skipped; `reason` says why."""
+    reason: Literal["", "not finite", "spike"] = ""
+    """What was unusual about loss or norm; a spike is described by an event of its own."""
     imbalance: float | None = None
     """Load of the busiest expert over the mean, averaged over the expert layers."""
     counted: BoundedInt | None = None
@@ -92,6 +94,38 @@ class EvaluationEvent(SpecModel):
         """Mean over the tokens of all data sets."""
         total = sum(self.tokens.values())
         return sum(self.losses[name] * count for name, count in self.tokens.items()) / total if total else nan
+
+
+class SpikeEvent(SpecModel):
+    """Loss or gradient norm of a step was beyond the run's own statistics: what was done, and what it cost."""
+
+    kind: Literal["spike"] = "spike"
+    time: Timestamp
+    step: BoundedInt
+    """The step, as in its own event."""
+    metric: Literal["loss", "norm"]
+    """The metric that was furthest beyond its limit."""
+    value: float
+    expected: FiniteFloat
+    """What the steps before it let expect."""
+    limit: FiniteFloat
+    """The largest value that is no spike."""
+    sigmas: float
+    """Robust standard deviations between the expected value and this one."""
+    action: Literal["warned", "skipped", "rewound"]
+    """The update was applied, or skipped, or the run went back to an earlier checkpoint."""
+    rewound_to: BoundedInt | None = None
+    """Step of that checkpoint. Events of later steps before this one are of a branch that was left."""
+    first_sample: BoundedInt = 0
+    """Index of the first sample of the step's batch."""
+    lost_steps: BoundedInt = 0
+    """Steps whose updates are lost, this one included."""
+    lost_samples: BoundedInt = 0
+    """Samples that were read for them, and are not read again."""
+    lost_seconds: FiniteFloat = 0.0
+    """Time that was spent on them, and on reading the checkpoint."""
+    note: str = ""
+    """Why less was done than the policy says; empty if it was done."""
 
 
 class SaveEvent(SpecModel):
@@ -192,6 +226,7 @@ Event = Annotated[
     StartEvent
     | StepEvent
     | EvaluationEvent
+    | SpikeEvent
     | SaveEvent
     | ResumeEvent
     | PreflightEvent

@@ -9,6 +9,7 @@ from danlu.spec.description import MAX_COUNT, PositiveInt, SpecModel, TupleOf
 from danlu.spec.model import Model, SequenceLength
 from danlu.spec.names import Name
 from danlu.spec.quantity import Bytes
+from danlu.spec.spikes import SpikeConfig
 
 MODEL_TAGS = ("described", "own")
 """The two ways to specify a model: by its shape, or by the code that builds it."""
@@ -265,6 +266,8 @@ class Recipe(SpecModel):
     """Held-out data and when to evaluate on it; no evaluation if omitted."""
     metrics: MetricsConfig = MetricsConfig()
     """Weights & Biases, Prometheus, a feed of events; none of them if omitted."""
+    spikes: SpikeConfig = SpikeConfig()
+    """What to do about a loss or gradient norm that jumps."""
 
     @property
     def decoder(self) -> Model:
