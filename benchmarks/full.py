@@ -37,6 +37,7 @@ PARTS = {
     "plan: scale": f"benchmarks/plan_scale.py --report {REPORTS}/plan_scale.json",
     "plan: truth": f"benchmarks/plan_truth.py --report {REPORTS}/plan_truth.json",
     "checkpoint speed": f"benchmarks/ckpt_speed.py --report {REPORTS}/ckpt_speed.json",
+    "spikes": f"benchmarks/spikes.py --report {REPORTS}/spikes.json",
     "overhead": f"benchmarks/overhead.py --report {REPORTS}/overhead.json",
 }
 RESULT = ROOT / REPORTS / "full.json"

@@ -22,17 +22,23 @@ from danlu.comm.world import World
 from danlu.framework.atomic_append import AtomicAppendFile
 from danlu.framework.build import build_train_state
 from danlu.framework.checkpoint_manager import CheckpointManager
+from danlu.framework.evaluation import Evaluation
+from danlu.framework.event_metrics import MetricsSink
 from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
-from danlu.framework.nonfinite_guard import stop_on_signal
 from danlu.framework.precision import DTYPES
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
+from danlu.framework.stages import EvaluationStage, NoEvaluation
+from danlu.framework.step_guard import stop_on_signal
 from danlu.framework.train_data import TrainData
+from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights
 from danlu.spec import (
     Cluster,
     EndEvent,
+    EvaluationEvent,
     Event,
     RankFailureEvent,
     ResumeEvent,
@@ -65,8 +71,11 @@ def run_worker(
     *,
     locked: bool = False,
     peak_cache: Path | None = None,
+    evaluate_step: int | None = None,
 ) -> None:
     """Train the run in `run` as one rank; resumes from its newest checkpoint if there is one.
+
+    With `evaluate_step` the checkpoint of that step is evaluated instead, and nothing is trained.
 
     The FLOP/s that were measured on this machine are kept in `peak_cache`. Whoever launches ranks holds the run's lock
     before it writes anything; where nobody does (`locked` is false), rank 0 takes it.
@@ -77,7 +86,10 @@ def run_worker(
         with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
             link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
             with Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache) as session:
-                session.train(stop)
+                if evaluate_step is None:
+                    session.train(stop)
+                else:
+                    session.evaluate(evaluate_step)
     except Exception as error:
         unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
         step = session.step if session is not None else None
@@ -171,18 +183,22 @@ class Session:
             manager.checkpoints.start_scrubbing(3600 * recipe.checkpoint.scrub)
         link.report_phase("opening the data")
         data = TrainData(self.run, recipe, mesh, state.cursor)
+        evaluation: EvaluationStage = NoEvaluation()
+        if recipe.evaluation.data:
+            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
         link.report_phase("measuring the peak of this machine")
         started = self._start_event(state.step, data.dataset.baseline_loss)
         if self.rank_info.is_single_host:
             check_connections()  # again: connections may have been opened since
         link.report_phase("first step")
-        with EventWriter(self.run, state.step, link.report_event) if mesh.rank == 0 else nullcontext() as writer:
+        sinks = self._metrics_sinks(events) if mesh.rank == 0 else []
+        with EventWriter(self.run, state.step, link.report_event, sinks) if mesh.rank == 0 else nullcontext() as writer:
             if writer is not None:
                 events.write_to(writer.write)
                 for event in (started, *_add_continuity(events.waiting, self.run, data.dataset)):
                     writer.write(event)
             memory_peak = self.chip.runtime.max_memory
-            stages = TrainStages(data, forward_backward, manager, events, stop, memory_peak)
+            stages = TrainStages(data, forward_backward, manager, evaluation, events, stop, memory_peak)
             try:
                 run_training_loop(recipe, state, mesh, stages)
                 manager.close()
@@ -191,6 +207,37 @@ class Session:
             outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
             events.write(EndEvent(time=time.time(), step=state.step, outcome=outcome))
         return outcome
+
+    def _metrics_sinks(self, events: RankEvents) -> list[MetricsSink]:
+        """Where metrics go beside the run's folder; what cannot be had is a warning, and training goes on."""
+        config, sinks = self.recipe.metrics, list[MetricsSink]()
+        if config.port:
+            try:
+                sinks.append(MetricsServer(self.run.name, config.port))
+            except OSError as error:
+                message = f"metrics are not served: port {config.port} of this host cannot be had: {error.strerror}"
+                events.warn(f"{message}; set another `metrics.port`")
+        if config.wandb:
+            sinks.append(WandbWriter(self.run, self.recipe, events.warn))
+        return sinks
+
+    def evaluate(self, step: int) -> EvaluationEvent:
+        """Evaluate the checkpoint of a step on the recipe's held-out data; rank 0 writes the event."""
+        recipe, mesh, link = self.recipe, self.mesh, self.link
+        link.report_phase("building the model")
+        state, _ = build_train_state(recipe, mesh.plan, mesh)
+        link.report_phase("reading the checkpoint")
+        checkpoints = self._open_checkpoints()
+        checkpoints.load(step, state.model_tensors())
+        checkpoints.close()
+        events = RankEvents(mesh.rank)
+        evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
+        evaluated = evaluation.run(step)
+        if mesh.rank == 0:
+            with EventWriter(self.run, step, link.report_event) as writer:
+                for event in (*events.waiting, evaluated):
+                    writer.write(event)
+        return evaluated
 
     def _open_checkpoints(self) -> CheckpointEngine:
         config = self.recipe.checkpoint

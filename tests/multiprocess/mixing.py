@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 from layouts import recipe
-from torch import Tensor
 
 from danlu.comm.mesh import ParallelMesh, build_mesh
 from danlu.comm.world import World
@@ -19,6 +18,7 @@ from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.stages import IgnoreEvents, NoCheckpoints
 from danlu.framework.state import TrainState
 from danlu.framework.train_data import TrainData
+from danlu.parallel.batch import Batch
 from danlu.spec.event import Event, StepEvent
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import DataConfig, Recipe
@@ -71,10 +71,10 @@ class _Noted:
     def refresh(self, cursor: int) -> None:
         self._data.refresh(cursor)
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = self._data.at(cursor)
-        self._told.rows.append([hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in targets])
-        return tokens, targets
+    def at(self, cursor: int) -> Batch:
+        batch = self._data.at(cursor)
+        self._told.rows.append([hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in batch.targets])
+        return batch
 
 
 def live(

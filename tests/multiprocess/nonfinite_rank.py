@@ -17,9 +17,10 @@ from danlu.comm.world import World
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import build_train_state
 from danlu.framework.loop import TrainStages, run_training_loop
-from danlu.framework.nonfinite_guard import DivergedError
 from danlu.framework.stages import FixedData, NoCheckpoints
 from danlu.framework.state import TrainState
+from danlu.framework.step_guard import DivergedError
+from danlu.parallel.batch import Batch
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.event import StepEvent
 from danlu.spec.plan import Degrees, Plan
@@ -77,14 +78,14 @@ def main() -> None:
     digests = [digest(state)]
     own_loss: list[bool] = []
 
-    def watched(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = forward_backward(tokens, targets)
+    def watched(batch: Batch, counted: torch.Tensor | None = None) -> torch.Tensor:
+        loss = forward_backward(batch, counted)
         own_loss.append(bool(loss.isfinite()))
         return loss
 
     ended = ""
     try:
-        stages = TrainStages(FixedData(batches), watched, Digests(digests), KeptSteps(reports))
+        stages = TrainStages(FixedData(batches), watched, Digests(digests), events=KeptSteps(reports))
         run_training_loop(recipe, state, mesh, stages)
     except DivergedError as error:
         ended = str(error)

@@ -1,6 +1,7 @@
 """A plain PyTorch loop, written out: what a run at one process must equal. Nothing of Danlu's own loop is used here."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import cos, isfinite, pi, sqrt
@@ -97,10 +98,35 @@ def count_choices(model: nn.Module) -> dict[nn.Module, Tensor]:
     return loads
 
 
-def train_plainly(recipe: Recipe, model: nn.Module, samples: RandomRows, microbatches: int = 1) -> PlainRun:
+class Objective:
+    """What a step minimizes: the cross-entropy of all tokens of its rows, divided by their number."""
+
+    def count(self, rows: Tensor) -> int:
+        """How many tokens are predicted in a whole batch."""
+        return rows[:, 1:].numel()
+
+    def loss_sum(self, model: nn.Module, rows: Tensor) -> Tensor:
+        """Their cross-entropy in some of the rows, summed."""
+        return F.cross_entropy(scores(model, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+
+
+def scores(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What a model of ours or of transformers says of tokens."""
+    output = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits  # type: ignore[no-any-return]
+
+
+def train_plainly(
+    recipe: Recipe,
+    model: nn.Module,
+    samples: Any,
+    microbatches: int = 1,
+    objective: Callable[[int], Objective] = lambda first: Objective(),
+) -> PlainRun:
     """Cross-entropy, accumulation, clipping by the whole norm, AdamW that decays matrices, experts evened by bias.
 
-    A batch that is still small has fewer microbatches of the same size.
+    `objective` gives what the step that begins with a sample minimizes. A batch that is still small has fewer
+    microbatches of the same size.
     """
     settings, batch, run = recipe.optimizer, recipe.batch, PlainRun()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -116,14 +142,11 @@ def train_plainly(recipe: Recipe, model: nn.Module, samples: RandomRows, microba
     for step in range(recipe.steps):
         size = next((stage.sequences for stage in batch.ramp if step < stage.until), batch.sequences)
         rows = torch.from_numpy(samples.read_samples(np.arange(first, first + size)))
+        loss, aim = 0.0, objective(first)
         first += size
-        loss = 0.0
         for number, piece in enumerate(rows.split(batch.sequences // microbatches)):
             words.update(seed=recipe.seed, step=step, microbatch=number)
-            scores = model(piece[:, :-1])
-            share = F.cross_entropy(scores.flatten(0, 1), piece[:, 1:].flatten(), reduction="sum") / (
-                size * batch.length
-            )
+            share = aim.loss_sum(model, piece) / aim.count(rows)
             share.backward()
             loss += share.item()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

@@ -57,3 +57,18 @@ def test_train_from_weights_and_export(trained: Path) -> None:
     figures = json.loads(danlu(trained, "export", "hf", "tuned@3", "-o", "exported", "--json"))
     assert figures["architecture"] == "Qwen3ForCausalLM"
     assert figures["step"] == 3 and figures["compared"] and figures["good"]
+
+
+def test_text_of_two_ranks_is_what_transformers_generates_from_the_export(trained: Path) -> None:
+    """`danlu sample` reads the checkpoint of a sharded run; the export is another way to the same weights."""
+    import transformers
+
+    if not (trained / "exported").is_dir():
+        test_train_from_weights_and_export(trained)
+    asked = ["--prompt", "def f(", "--temperature", "0", "--tokens", "12", "--chip", "cpu", "--json"]
+    (found,) = json.loads(danlu(trained, "sample", "tuned@3", *asked))["samples"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained / "exported", dtype="float32").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "exported")
+    prompt = tokenizer("def f(", return_tensors="pt").input_ids
+    drawn = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
+    assert found["text"] == tokenizer.decode(drawn, skip_special_tokens=True)

@@ -45,7 +45,12 @@ def train_in_memory(
     restore(state)
     shards = TokenShards.open(Path(recipe.data.shards))
     batches = BatchLoader(
-        ShuffledDataset(shards, recipe.batch.length, recipe.seed), recipe.batch, recipe.model.vocabulary, mesh
+        ShuffledDataset(shards, recipe.batch.length, recipe.seed),
+        recipe.batch,
+        recipe.model.vocabulary,
+        mesh,
+        document_mask=recipe.data.document_mask,
+        loss_mask=shards.index.has_loss_mask,
     )
     reports: list[StepEvent] = []
     stages = TrainStages(

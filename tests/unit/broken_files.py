@@ -227,6 +227,16 @@ CONTRADICTIONS = {
     "store-without-cache": _data('shards = "s3://bucket/tokens"'),
     "cache-without-store": _data('shards = "shards"\ncache = "cache"'),
     "store-unknown": _data('shards = "gs://bucket/tokens"\ncache = "cache"'),
+    "rewind-without-checkpoints": _recipe("warmup = 10", 'warmup = 10\n[spikes]\npolicy = "rewind"'),
+    "rewind-of-the-only-checkpoint": _recipe(
+        "warmup = 10", 'warmup = 10\n[spikes]\npolicy = "rewind"\n[checkpoint]\nevery = 20\nkeep = 1'
+    ),
+    "rewind-too-far": _recipe(
+        "warmup = 10", 'warmup = 10\n[spikes]\npolicy = "rewind"\nrewind = 50\n[checkpoint]\nevery = 20\nkeep = 3'
+    ),
+    "rewind-ignored": _recipe("warmup = 10", 'warmup = 10\n[spikes]\npolicy = "skip"\nmax_rewinds = 5'),
+    "spike-settings-ignored": _recipe("warmup = 10", 'warmup = 10\n[spikes]\npolicy = "off"\nthreshold = 20.0'),
+    "run-too-short-for-spikes": _recipe("warmup = 10", 'warmup = 10\n[spikes]\npolicy = "skip"\nwindow = 4096'),
     "decay-ignored": _recipe("warmup = 10", "decay = 10"),
     "decay-too-long": _recipe("warmup = 10", 'kind = "wsd"\nwarmup = 60\ndecay = 50'),
     "pattern-matches-nothing": _recipe(

@@ -92,6 +92,6 @@ class Run:
 
     def train(self, checkpoints: CheckpointStage | None = None) -> None:
         stages = TrainStages(
-            FixedData(self.feed), self.forward_backward, checkpoints or NoCheckpoints(), KeptSteps(self.reports)
+            FixedData(self.feed), self.forward_backward, checkpoints or NoCheckpoints(), events=KeptSteps(self.reports)
         )
         run_training_loop(self.made, self.state, self.mesh, stages)

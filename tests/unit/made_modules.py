@@ -21,11 +21,11 @@ class Layer(nn.Module):
 class Chain(nn.Module):
     """Nothing unusual: embedding, layers, scores."""
 
-    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 4, dropout: float = 0.0, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, 8)
+        self.token = nn.Embedding(vocabulary, 8)
         self.layers = nn.ModuleList(Layer(dropout=dropout) for _ in range(layers))
-        self.score = nn.Linear(8, VOCABULARY)
+        self.score = nn.Linear(8, vocabulary)
 
     def stream(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens)

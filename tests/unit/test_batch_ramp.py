@@ -44,10 +44,10 @@ def test_every_sample_is_read_once_and_in_order(prefetch: int) -> None:
     late = BatchLoader(Numbers(), BATCH, 1000, place_of(0, shard=2), prefetch)
     cursor = 0
     for step, size in enumerate(SIZES):
-        batches = [loader.at(cursor)[0][:, 0].tolist() for loader in ranks]
+        batches = [loader.at(cursor).tokens[:, 0].tolist() for loader in ranks]
         assert sorted(number for rows in batches for number in rows) == list(range(cursor, cursor + size))
         if step >= 5:
-            assert late.at(cursor)[0][:, 0].tolist() == batches[0]
+            assert late.at(cursor).tokens[:, 0].tolist() == batches[0]
         cursor += size
 
 

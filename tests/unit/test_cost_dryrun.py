@@ -72,6 +72,12 @@ EXPERTS = {
     "ep, by layer": (plan(shard=8, ep=8, recompute=RecomputeLayers(selective="0-2", full="5-7")), 8),
     "interleaved × ep × tp": (plan("interleaved", 2, pp=2, shard=4, tp=2, ep=4, microbatches=4), 16),
 }
+DOCUMENTS = {
+    "documents: fsdp": (plan(shard=8), 8),
+    "documents: fsdp × cp × tp, recomputed": (plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2), 8),
+    "documents: interleaved": (plan("interleaved", 2, pp=4, shard=2, microbatches=8), 16),
+}
+"""With documents kept apart by a mask."""
 IN_FULL = {
     "fp32: fsdp": (plan(shard=8), 8),
     "fp32: fsdp × tp, selective": (plan(shard=4, tp=8, recompute="selective"), 8),
@@ -88,19 +94,26 @@ MUON = {
     "muon: ep × tp": (plan(shard=4, tp=2, ep=4), 8),
     "muon: hsdp × ep, fewer experts than ranks": (plan(replicate=2, shard=16, ep=4), 32),
 }
-QUICK = {"zbv × tp, regathered", "1f1b × tp, by layer", "ep × tp, selective", "fp32: fsdp", "muon: hsdp × tp"}
-ALL = DENSE | EXPERTS | IN_FULL | MUON
-CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ALL]
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON
+QUICK = {
+    "documents: fsdp × cp × tp, recomputed",
+    "zbv × tp, regathered",
+    "1f1b × tp, by layer",
+    "ep × tp, selective",
+    "fp32: fsdp",
+    "muon: hsdp × tp",
+}
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 
 
 def recipe_of(name: str) -> Recipe:
     """Eight layers of a model with experts or without."""
-    wanted, sequences = ALL[name]
+    wanted, sequences = LAYOUTS[name]
     return Recipe(
         name="dry",
         steps=1,
         model=load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8}),
-        data=DataConfig(shards="none"),
+        data=DataConfig(shards="none", document_mask=name in DOCUMENTS),
         batch=BatchConfig(sequences=sequences, length=4096),
         precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),
         optimizer=OptimizerConfig(kind="muon" if name in MUON else "adamw"),
@@ -118,7 +131,7 @@ def formulas_of(recipe: Recipe, wanted: Plan) -> Predictor:
 @cache
 def both(name: str) -> tuple[Predictor, Plan, dict[int, Trace]]:
     """The formulas of a layout, and the dry runs of its first and last pp rank."""
-    recipe, (wanted, _) = recipe_of(name), ALL[name]
+    recipe, (wanted, _) = recipe_of(name), LAYOUTS[name]
     first_of = dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist()
     run = dry_run_ranks(recipe, wanted, POD, sorted({first_of[0], first_of[-1]}))
     return formulas_of(recipe, wanted), wanted, {trace.place["pp"]: trace for trace in run.traces}
@@ -157,7 +170,7 @@ PARTS = {"tp": ("tensor", "head"), "cp": ("context",), "ep": ("expert",), "shard
 AXIS = {"shard": "shard·replicate", "replicate": "shard·replicate"}
 
 
-@pytest.mark.parametrize("name", [case for case in CASES if ALL[str(case.values[0])][0].degrees.pp == 1])
+@pytest.mark.parametrize("name", [case for case in CASES if LAYOUTS[str(case.values[0])][0].degrees.pp == 1])
 def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
     """On a wire of one byte a second that costs nothing else, seconds of traffic are bytes."""
     formulas, wanted, traces = both(name)

@@ -25,7 +25,8 @@ def rows(cursor: int) -> torch.Tensor:
 
 
 def test_one_rank_reads_the_batch_and_targets_are_one_place_further() -> None:
-    tokens, targets = BatchLoader(Numbered(), BATCH, VOCABULARY, place_of(0)).at(24)
+    batch = BatchLoader(Numbered(), BATCH, VOCABULARY, place_of(0)).at(24)
+    tokens, targets = batch.tokens, batch.targets
     assert torch.equal(tokens, rows(24)[:, :-1])
     assert torch.equal(targets, rows(24)[:, 1:])
     assert tokens.dtype == targets.dtype == torch.int64
@@ -36,20 +37,22 @@ def test_data_ranks_in_order_make_up_the_batch() -> None:
     pieces = [
         BatchLoader(Numbered(), BATCH, VOCABULARY, place_of(rank, replicate=2, shard=2)).at(16) for rank in range(4)
     ]
-    assert torch.equal(torch.cat([tokens for tokens, _ in pieces]), rows(16)[:, :-1])
-    assert torch.equal(torch.cat([targets for _, targets in pieces]), rows(16)[:, 1:])
+    assert torch.equal(torch.cat([piece.tokens for piece in pieces]), rows(16)[:, :-1])
+    assert torch.equal(torch.cat([piece.targets for piece in pieces]), rows(16)[:, 1:])
 
 
 def test_context_ranks_in_order_make_up_every_sequence() -> None:
     pieces = [BatchLoader(Numbered(), BATCH, VOCABULARY, place_of(rank, cp=3)).at(0) for rank in range(3)]
-    assert torch.equal(torch.cat([tokens for tokens, _ in pieces], dim=1), rows(0)[:, :-1])
-    assert torch.equal(torch.cat([targets for _, targets in pieces], dim=1), rows(0)[:, 1:])
-    assert pieces[0][1][0, -1] == pieces[1][0][0, 0], "the last target of a part is the first token of the next"
+    assert torch.equal(torch.cat([piece.tokens for piece in pieces], dim=1), rows(0)[:, :-1])
+    assert torch.equal(torch.cat([piece.targets for piece in pieces], dim=1), rows(0)[:, 1:])
+    end, start = pieces[0].targets[0, -1], pieces[1].tokens[0, 0]
+    assert end == start, "the last target of a part is the first token of the next"
 
 
 def test_ranks_that_share_a_matrix_or_a_pipeline_read_the_same() -> None:
     seen = [
-        BatchLoader(Numbered(), BATCH, VOCABULARY, place_of(rank, pp=2, shard=2, tp=2)).at(8)[0] for rank in range(8)
+        BatchLoader(Numbered(), BATCH, VOCABULARY, place_of(rank, pp=2, shard=2, tp=2)).at(8).tokens
+        for rank in range(8)
     ]
     for rank, other in ((0, 1), (2, 3), (0, 4), (2, 6), (1, 5)):
         assert torch.equal(seen[rank], seen[other])

@@ -12,7 +12,7 @@ from made_hf import LLAMA3, MODELS, make_hf
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
-from danlu.cli.export_hf import choose_step, parse_run_step
+from danlu.cli.run_checkpoint import choose_step, parse_run_step
 from danlu.cost import count_parameters
 from danlu.framework.hf import MODEL_FILE, export_hf, import_hf
 from danlu.framework.hf_compare import LOGIT_TOLERANCE, compare_logits, load_decoder, load_imported_decoder

@@ -14,7 +14,7 @@ from torch import nn
 import danlu
 from danlu.comm.world import World
 from danlu.framework.custom.construct import CustomModelError
-from danlu.framework.nonfinite_guard import DivergedError
+from danlu.framework.step_guard import DivergedError
 from danlu.spec.plan import Degrees, Plan
 
 TOKENS = torch.arange(12).view(2, 6)

@@ -10,7 +10,8 @@ from deviations import relative, whole_parameters
 from made_loops import MOE, SHAPE, Run, one_rank, recipe, samples_of
 
 from danlu.framework.loss_scale import MAX_SCALE, MIN_SCALE, LossScaler, build_loss_scaler
-from danlu.framework.nonfinite_guard import DivergedError, NonFiniteGuard
+from danlu.framework.step_guard import DivergedError, StepGuard
+from danlu.framework.step_metrics import StepMetrics
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import LayerPrecision, LossScaleConfig, PrecisionConfig
@@ -80,29 +81,33 @@ def test_overflows_are_skipped_until_the_scale_fits_and_are_no_divergence() -> N
     assert scales[0] == 2.0**20
     for (before, after), taken in zip(pairwise(scales), committed, strict=False):
         assert after == (before if taken else before / 2)
-    guard = NonFiniteGuard(patience=3)
-    for _ in range(20):
-        assert not guard.accept_step(1.0, inf, overflow=True)
+    guard = StepGuard(patience=3)
+    for step in range(20):
+        assert not guard.judge(1.0, inf, step, overflow=True).applied
     guard.raise_if_diverged(1.0, inf, 20)
-    for _ in range(3):
-        guard.accept_step(1.0, nan, overflow=False)
+    for step in range(20, 23):
+        assert not guard.judge(1.0, nan, step, overflow=False).applied
     with pytest.raises(DivergedError):
         guard.raise_if_diverged(1.0, nan, 23)
+
+
+def metrics(norm: float) -> StepMetrics:
+    return StepMetrics(loss=1.0, norm=norm, memory=0, imbalance=None, stop_requested=False)
 
 
 def test_the_scale_halves_and_doubles_within_its_bounds() -> None:
     scaler = LossScaler(LossScaleConfig(initial=8.0, growth_interval=3))
     for _ in range(3):
-        scaler.update(True)
+        scaler.update(metrics(1.0))
     assert (scaler.scale, scaler.good_steps) == (16.0, 0)
-    scaler.update(True)
-    scaler.update(False)
+    scaler.update(metrics(1.0))
+    scaler.update(metrics(inf))
     assert (scaler.scale, scaler.good_steps) == (8.0, 0)
     for _ in range(10):
-        scaler.update(False)
+        scaler.update(metrics(inf))
     assert scaler.scale == MIN_SCALE and not scaler.can_back_off
     for _ in range(3 * 40):
-        scaler.update(True)
+        scaler.update(metrics(1.0))
     assert scaler.scale == MAX_SCALE
 
 

@@ -8,9 +8,10 @@ import torch
 from made_loops import MOE, SHAPE, Run, one_rank, own, recipe, samples_of
 from torch import Tensor
 
-from danlu.framework.nonfinite_guard import MAX_NONFINITE_STEPS, DivergedError
 from danlu.framework.stages import NoCheckpoints
 from danlu.framework.state import TrainState
+from danlu.framework.step_guard import MAX_SKIPPED_STEPS, DivergedError
+from danlu.parallel.batch import Batch
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 
@@ -57,8 +58,8 @@ def test_either_loss_or_norm_is_enough_and_router_biases_stay(broken: str) -> No
     run = Run(made, Plan(), samples_of(made))
     forward_backward = run.forward_backward
 
-    def overflowing(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = forward_backward(tokens, targets)
+    def overflowing(batch: Batch, counted: Tensor | None = None) -> Tensor:
+        loss = forward_backward(batch, counted)
         if run.state.step == 2:
             if broken == "loss":
                 return loss * torch.inf
@@ -75,16 +76,14 @@ def test_either_loss_or_norm_is_enough_and_router_biases_stay(broken: str) -> No
 def test_too_many_in_a_row_end_the_run() -> None:
     made = recipe(own("Overflowing", layers=1), steps=40)
     run = Run(made, Plan(), samples_of(made, poison=brought.POISON, poisoned=tuple(range(8, 320, 8))))
-    with pytest.raises(
-        DivergedError, match=rf"not for {MAX_NONFINITE_STEPS} steps up to step {MAX_NONFINITE_STEPS + 1}"
-    ):
+    with pytest.raises(DivergedError, match=rf"not for {MAX_SKIPPED_STEPS} steps up to step {MAX_SKIPPED_STEPS + 1}"):
         trained(run)
-    assert [report.committed for report in run.reports] == [True, *[False] * MAX_NONFINITE_STEPS]
+    assert [report.committed for report in run.reports] == [True, *[False] * MAX_SKIPPED_STEPS]
 
 
 def test_a_finite_step_starts_the_count_again() -> None:
-    made = recipe(own("Overflowing", layers=1), steps=2 * MAX_NONFINITE_STEPS)
-    skipped = [step for step in range(2 * MAX_NONFINITE_STEPS) if step not in (0, MAX_NONFINITE_STEPS)]
+    made = recipe(own("Overflowing", layers=1), steps=2 * MAX_SKIPPED_STEPS)
+    skipped = [step for step in range(2 * MAX_SKIPPED_STEPS) if step not in (0, MAX_SKIPPED_STEPS)]
     run = Run(made, Plan(), samples_of(made, poison=brought.POISON, poisoned=tuple(8 * step for step in skipped)))
     trained(run)
     assert [number for number, report in enumerate(run.reports) if not report.committed] == skipped

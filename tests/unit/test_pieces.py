@@ -12,6 +12,7 @@ import pytest
 from danlu.spec import SpecError
 from danlu.storage.data import input_splits
 from danlu.storage.data.build import build_dataset
+from danlu.storage.data.document_reader import DocumentFormat
 from danlu.storage.data.documents import DocumentPosition, DocumentStream
 from danlu.storage.data.input_splits import FileSplit, SplitMerger, make_splits, tokenize_split
 from danlu.storage.data.tokenization import TokenizedBatch, local_tokenize_fn
@@ -54,7 +55,7 @@ def in_pieces(read: DocumentStream, size: int) -> Iterator[TokenizedBatch]:
     joined = SplitMerger(read, BYTES)
     for piece in make_splits(read, size):
         travelled = [FileSplit(*stretch) for stretch in json.loads(json.dumps(piece))]
-        for row in tokenize_split(travelled, read.field, BYTES):
+        for row in tokenize_split(travelled, read.form, BYTES):
             yield from joined.merge(row)
     read.bytes_done = read.total_bytes
 
@@ -125,11 +126,11 @@ def test_a_machine_that_sees_another_file_or_has_another_release_is_named(
     (piece,) = make_splits(read)
     own.write_text('{"text": "another"}\n')
     with pytest.raises(SpecError, match=r"a\.jsonl:1: file: is another file on .*\n.*that all nodes"):
-        list(SplitMerger(read, BYTES).merge(next(tokenize_split(piece, "text", BYTES))))
+        list(SplitMerger(read, BYTES).merge(next(tokenize_split(piece, DocumentFormat(), BYTES))))
     own.unlink()
     with pytest.raises(SpecError, match="cannot be seen on"):
-        list(SplitMerger(read, BYTES).merge(next(tokenize_split(piece, "text", BYTES))))
-    row = next(tokenize_split(next(make_splits(documents(corpus))), "text", BYTES)) | {"machine": "node-7"}
+        list(SplitMerger(read, BYTES).merge(next(tokenize_split(piece, DocumentFormat(), BYTES))))
+    row = next(tokenize_split(next(make_splits(documents(corpus))), DocumentFormat(), BYTES)) | {"machine": "node-7"}
     monkeypatch.setattr(input_splits, "package_versions", lambda: "danlu 99, tokenizers 1")
     with pytest.raises(SpecError, match=r"node-7:1: ray: has danlu .* but this machine danlu 99"):
         list(SplitMerger(documents(corpus), BYTES).merge(row))

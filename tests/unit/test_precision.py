@@ -14,6 +14,7 @@ from danlu.comm.world import World
 from danlu.framework.build import build_train_state
 from danlu.framework.precision import compute_dtype, mixed_precision_policy
 from danlu.framework.state import TrainState
+from danlu.parallel.batch import Batch
 from danlu.spec.load import load_model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import BatchConfig, DataConfig, LayerPrecision, PrecisionConfig, Recipe
@@ -89,7 +90,7 @@ def test_one_block_in_bf16_computes_in_bf16_and_everything_is_kept_in_fp32(mesh:
     state, forward_backward = build_train_state(recipe("tiny-llama", precision), Plan(), mesh)
     seen = seen_dtypes(state, ["blocks.0.attention.q", "blocks.1.attention.q", "blocks.1.mlp.down", "head.score"])
     tokens = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
-    loss = forward_backward(tokens, tokens)
+    loss = forward_backward(Batch(tokens, tokens))
     assert seen == {
         "blocks.0.attention.q": (FP32,) * 3,
         "blocks.1.attention.q": (BF16,) * 3,
@@ -105,7 +106,7 @@ def test_one_block_in_bf16_computes_in_bf16_and_everything_is_kept_in_fp32(mesh:
 def test_bf16_everywhere_is_near_fp32_and_not_the_same(mesh: ParallelMesh) -> None:
     tokens = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
     losses = [
-        float(build_train_state(recipe("tiny-moe", precision), Plan(), mesh)[1](tokens, tokens))
+        float(build_train_state(recipe("tiny-moe", precision), Plan(), mesh)[1](Batch(tokens, tokens)))
         for precision in (PrecisionConfig(), PrecisionConfig(compute="bf16"))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)

@@ -60,3 +60,13 @@ class AcceleratorRuntime:
     def memory_total(self) -> int:
         """Bytes of the current device."""
         return int(torch.accelerator.get_memory_info()[1])
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Begin to copy a tensor of the host to `device`; kernels that are queued afterwards see it.
+
+    From page-locked memory the copy runs beside the host's work; the CPU needs none.
+    """
+    if device.type == tensor.device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

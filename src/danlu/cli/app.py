@@ -11,6 +11,7 @@ from danlu.cli.catalog import catalog
 from danlu.cli.check import check
 from danlu.cli.chips import chips
 from danlu.cli.dryrun import dryrun
+from danlu.cli.evaluate import evaluate
 from danlu.cli.launch import launch
 from danlu.cli.option_rules import apply_option_rules
 from danlu.cli.plan import PlanCommand, plan
@@ -19,6 +20,7 @@ from danlu.cli.renamed import refuse_renamed
 from danlu.cli.resume import resume
 from danlu.cli.rm import rm
 from danlu.cli.runs import runs
+from danlu.cli.sample import sample
 from danlu.cli.schema import schema
 from danlu.cli.show import show
 from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
@@ -72,6 +74,8 @@ app.command()(launch)
 app.command()(stop)
 app.command()(runs)
 app.command()(show)
+app.command()(evaluate)
+app.command()(sample)
 app.command()(rm)
 app.command()(check)
 app.command(cls=PlanCommand)(plan)

@@ -14,7 +14,7 @@ from danlu.cli.ckpt_ref import (
     report_errors,
     resolve_ref,
 )
-from danlu.cli.ckpt_tables import format_axes, format_shape, format_tensor_diff, total_bytes
+from danlu.cli.ckpt_tables import format_axes, format_scalar, format_shape, format_tensor_diff, total_bytes
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
@@ -72,7 +72,7 @@ def _print_diff(
         size = f"  {format_tensor_diff(distances[name])}" if name in distances else ""
         console.print(f"different   {escape(name)}{size}")
     for name, x, y in _changed_scalars(one.manifest, two.manifest):
-        console.print(f"scalar      {escape(name)}  {x!r} → {y!r}")
+        console.print(f"scalar      {escape(name)}  {escape(format_scalar(x))} → {escape(format_scalar(y))}")
     shared = len(found.equal) + len(found.different)
     summary = f"{len(found.equal):,} of {shared:,} shared tensors have the same bits"
     if found.different and not values:

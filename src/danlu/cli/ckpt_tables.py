@@ -13,6 +13,8 @@ from danlu.storage.checkpoint.manifest import Manifest, TensorSummary
 
 HASH_DIGITS = 12
 """Digits of a root hash in a table."""
+MAX_SCALAR_LENGTH = 60
+"""Characters of a scalar that are shown."""
 _STYLE = {"complete": "green", "quarantined": "yellow", "incomplete": "dim", "damaged": "red"}
 
 
@@ -80,7 +82,7 @@ def manifest_table(label: str, manifest: Manifest, tree: TreeStats) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    scalars = ", ".join(f"{name} = {value!r}" for name, value in sorted(manifest.scalars.items()))
+    scalars = ", ".join(f"{name} = {format_scalar(value)}" for name, value in sorted(manifest.scalars.items()))
     rows = {
         "checkpoint": f"[bold]{escape(label)}[/]",
         "scalars": escape(scalars) or formatting.MISSING,
@@ -96,6 +98,12 @@ def manifest_table(label: str, manifest: Manifest, tree: TreeStats) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def format_scalar(value: object) -> str:
+    """A scalar of a checkpoint; a long text, such as the statistics of the spike guard, is cut."""
+    text = repr(value)
+    return text if len(text) <= MAX_SCALAR_LENGTH else f"{text[: MAX_SCALAR_LENGTH - 1]}…"
 
 
 def _pluralize(count: int, one: str, several: str = "") -> str:

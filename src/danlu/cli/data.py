@@ -18,7 +18,7 @@ from danlu.spec.problem import problem_at
 from danlu.storage.data.build import DEFAULT_SHARD_TOKENS, BuildResult, build_dataset
 from danlu.storage.data.dataset_index import DatasetIndex, read_index
 from danlu.storage.data.token_shards import TokenShards
-from danlu.storage.data.tokenizer import BYTES_TOKENIZER, BytesTokenizer, open_tokenizer
+from danlu.storage.data.tokenizer import BYTES_TOKENIZER, BytesTokenizer, open_chat_template, open_tokenizer
 
 app = typer.Typer(help="Training data: token shards in a folder.", no_args_is_help=True)
 
@@ -26,7 +26,16 @@ DatasetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of to
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 EndOfText = Annotated[str | None, typer.Option(metavar="TOKEN", help="Token that ends a document.")]
 ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")]
-TextField = Annotated[str, typer.Option(help="Field of a JSON line that holds the text.")]
+TextField = Annotated[
+    str | None, typer.Option(help="Field of a JSON line that holds the text, or with --chat the messages.")
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Conversations: JSON lines with `messages`, in the tokenizer's chat template. Answers alone count.",
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip bad lines and files, and count them.")]
 
 _PREVIEW_TOKENS = 400
@@ -44,7 +53,8 @@ def build_command(
     tokenizer: Annotated[str, typer.Option(help="bytes, or the path of a Hugging Face tokenizer.json.")] = "bytes",
     end_of_text: EndOfText = None,
     shard_tokens: ShardTokens = DEFAULT_SHARD_TOKENS,
-    field: TextField = "text",
+    chat: Chat = False,
+    field: TextField = None,
     skip_bad: SkipBad = False,
     on: ExecutorOption = BuildExecutor.HERE,
     address: RayAddressOption = None,
@@ -57,13 +67,15 @@ def build_command(
     The same sources give the same bytes. An interrupted build resumes when it is run again.
     """
     encoder = open_tokenizer(tokenizer, end_of_text)
+    template = open_chat_template(encoder, Path(tokenizer)) if chat else None
     with open_tokenize_fn(encoder, on, address) as encode, progress_bar("tokens") as on_progress:
         built = build_dataset(
             sources,
             output,
             encoder,
             on_progress,
-            field=field,
+            field=field or _default_field(chat),
+            template=template,
             shard_tokens=shard_tokens,
             skip_bad=skip_bad,
             force=force,
@@ -82,28 +94,31 @@ def append(
     ] = None,
     end_of_text: EndOfText = None,
     shard_tokens: ShardTokens = DEFAULT_SHARD_TOKENS,
-    field: TextField = "text",
+    field: TextField = None,
     skip_bad: SkipBad = False,
     on: ExecutorOption = BuildExecutor.HERE,
     address: RayAddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add text to a data set, even while runs read it.
+    """Add text to a data set, or conversations to one of them, even while runs read it.
 
     Running jobs keep their recorded order and read the new text after their next checkpoint or resume.
     """
-    known = read_index(output).tokenizer
+    index = read_index(output)
+    known = index.tokenizer
     if tokenizer is None and known != BYTES_TOKENIZER:
         message = f'was built with tokenizer "{known}", whose file is needed to add to it'
         raise SpecError([problem_at(output, 1, "tokenizer", message, "--tokenizer FILE")])
     encoder = open_tokenizer(tokenizer or BYTES_TOKENIZER, end_of_text)
+    template = open_chat_template(encoder, Path(tokenizer or "")) if index.has_loss_mask else None
     with open_tokenize_fn(encoder, on, address) as encode, progress_bar("tokens") as on_progress:
         built = build_dataset(
             sources,
             output,
             encoder,
             on_progress,
-            field=field,
+            field=field or _default_field(index.has_loss_mask),
+            template=template,
             shard_tokens=shard_tokens,
             skip_bad=skip_bad,
             append=True,
@@ -143,6 +158,10 @@ def verify(folder: DatasetFolder, as_json: JsonOption = False) -> None:
         typer.echo(f"{folder}: {shard_count(index)}, {index.tokens:,} tokens: all match the index")
 
 
+def _default_field(chat: bool) -> str:
+    return "messages" if chat else "text"
+
+
 def _print_result(output: Path, built: BuildResult, as_json: bool) -> None:
     for line in skipped_lines(built):
         typer.echo(line, err=True)
@@ -164,6 +183,7 @@ def _result_json(folder: Path, built: BuildResult) -> dict[str, object]:
         "unigram_loss": index.unigram_loss,
         "tokenizer": index.tokenizer,
         "vocabulary": index.vocabulary,
+        "counted": index.counted,
         "left_out": dict(built.skipped),
         "edition": len(index.all_versions) - 1,
         "shards_of_a_broken_off_build": built.resumed_shards,
@@ -186,6 +206,8 @@ def _table(folder: Path, index: DatasetIndex) -> Table:
         "verified": "every block, when read" if all(shard.sums for shard in index.shards) else "never",
         "sources": "\n".join(index.sources),
     }
+    if index.has_loss_mask:
+        rows["loss counts"] = f"{index.counted:,} tokens: answers alone"
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table

@@ -25,22 +25,31 @@ _TEXT_WIDTH = 60
 
 def locate(
     run: Annotated[str, typer.Argument(metavar="RUN_OR_RECIPE", help="Name or folder of a run, or a recipe.")],
-    step: Annotated[int, typer.Option(min=1, help="The step, numbered from 1 as in the run's events.")],
+    step: Annotated[int | None, typer.Option(min=1, help="The step, numbered from 1 as in the run's events.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="First sample of the batch instead, as in the event of a spike.")
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank read; default: the full batch.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Plan for a recipe; a run has its own.")] = None,
     folder: RunsDirOption = DEFAULT_RUNS_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which documents the samples of a step contain: source, shard, tokens, and how they begin."""
+    if step is None and sample is None:
+        raise typer.BadParameter("is missing: which batch?", param_hint="--step or --sample")
     recipe, data_rank, data = _open_run_or_recipe(run, plan, folder, rank)
-    rows = rank_sample_indices(first := recipe.batch.cursor_after(step - 1), recipe.batch.sequences_at(first))
+    if step is not None:
+        sample = recipe.batch.cursor_after(step - 1) + _samples_passed_over(run, folder, step)
+    assert sample is not None
+    rows = rank_sample_indices(sample, recipe.batch.sequences_at(sample))
     if data_rank is not None:
         rows = rank_sample_indices(int(rows[0]), len(rows), *data_rank)
     found = trace_samples(data, np.asarray(rows), _decoder(recipe, data))
     if as_json:
         typer.echo(json.dumps([sample.model_dump(mode="json") for sample in found], indent=2))
     else:
-        Console().print(_table(found, step, rank))
+        which = f"samples from {sample:,}" if step is None else f"step {step}"
+        Console().print(_table(found, which, rank))
 
 
 DataRank = tuple[int, int]
@@ -68,6 +77,14 @@ def _open_run_or_recipe(
         data.set_version_schedule([(entry.cursor, entry.editions) for entry in entries])
     cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
     return recipe, _data_rank(load_plan(run.plan), cluster, rank), data
+
+
+def _samples_passed_over(name: str, folder: Path, step: int) -> int:
+    """Samples that a run's rewinds passed over before a step; none for a recipe."""
+    from danlu.report.run_history import read_run_history
+    from danlu.report.run_tables import find_run
+
+    return 0 if name.endswith(".toml") else read_run_history(find_run(name, folder)).samples_passed_over(step)
 
 
 def _open_data(recipe: Recipe) -> MixtureDataset:
@@ -99,9 +116,9 @@ def _decoder(recipe: Recipe, data: MixtureDataset) -> Decode | None:
     return tokenizer.decode
 
 
-def _table(found: list[SampleProvenance], step: int, rank: int | None) -> Table:
+def _table(found: list[SampleProvenance], which: str, rank: int | None) -> Table:
     who = "all ranks" if rank is None else f"rank {rank}"
-    table = Table(title=f"step {step}, {who}", title_justify="left")
+    table = Table(title=f"{which}, {who}", title_justify="left")
     for name in ("sample", "data set", "epoch", "tokens", "shard", "document", "begins"):
         table.add_column(name, justify="right" if name in ("sample", "epoch", "document") else "left")
     for sample in found:

@@ -17,6 +17,7 @@ from danlu.report.terminal import Console
 from danlu.spec.model import Model
 
 if TYPE_CHECKING:
+    from danlu.framework.hf_layout import LayoutCheck
     from danlu.framework.transformer import Decoder
 
 Tolerance = Annotated[
@@ -46,8 +47,12 @@ def compare_and_report(
     tolerance: float | None,
     wanted: bool,
     as_json: bool,
+    layout: "list[LayoutCheck] | None" = None,
 ) -> int:
-    """Compare logits if requested and possible, print the result, and return the exit code."""
+    """Compare logits if requested and possible, print the result, and return the exit code.
+
+    `layout` is what loaders need of the folder: it is printed too, and what is wrong there fails as well.
+    """
     from danlu.framework.hf_compare import LOGIT_TOLERANCE
 
     tolerance = LOGIT_TOLERANCE if tolerance is None else tolerance
@@ -55,15 +60,21 @@ def compare_and_report(
     figures |= _comparison(model, hf, make) if wanted else {"compared": False}
     if not wanted:
         typer.echo(f"{_NOT_COMPARED}, because of --no-compare", err=True)
-    good = not figures["compared"] or figures["max_difference"] <= tolerance
+    same = not figures["compared"] or figures["max_difference"] <= tolerance
+    wrong = [check.name for check in layout or [] if check.state == "wrong"]
     if as_json:
-        typer.echo(json.dumps(figures | {"good": good}, indent=2))
+        listed = {"layout": [vars(check) for check in layout]} if layout is not None else {}
+        typer.echo(json.dumps(figures | listed | {"good": same and not wrong}, indent=2))
     else:
         Console().print(_table(figures))
-    if not good:
+        if layout is not None:
+            Console().print(_layout_table(layout))
+    if wrong:
+        typer.echo(f"loaders would fail or misread {', '.join(wrong)}: do not use it", err=True)
+    if not same:
         largest = figures["max_difference"]
         typer.echo(f"logits must differ by at most {tolerance:g}, but do by {largest:.2e}: do not use it", err=True)
-    return 0 if good else 1
+    return 0 if same and not wrong else 1
 
 
 def _comparison(model: Model, hf: Path, make: "Callable[[], Decoder]") -> dict[str, Any]:
@@ -101,4 +112,15 @@ def _table(figures: dict[str, Any]) -> Table:
         }
     for name, value in rows.items():
         table.add_row(name, Text(value))
+    return table
+
+
+_STATE_STYLES = {"ok": "green", "missing": "yellow", "wrong": "red", "note": "dim"}
+
+
+def _layout_table(layout: "list[LayoutCheck]") -> Table:
+    """What loaders need, one row each."""
+    table = Table(title="what transformers and vLLM read", title_justify="left", show_header=False)
+    for check in layout:
+        table.add_row(check.name, Text(check.state, _STATE_STYLES[check.state]), Text(check.detail))
     return table

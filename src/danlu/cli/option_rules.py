@@ -91,7 +91,10 @@ OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {
         Requires(("--rank",), "--rdzv-endpoint", "host:port for the rendezvous"),
         Requires(("--rank",), "--levels", "the network from inside out, such as node:8,fabric:4"),
     ),
-    "data locate": (Requires(("--plan",), "--rank", "a layout says what a rank reads; the batch is the same for all"),),
+    "data locate": (
+        Requires(("--plan",), "--rank", "a layout says what a rank reads; the batch is the same for all"),
+        MutuallyExclusive(("--step", "--sample"), "each names a batch; give one"),
+    ),
     "import hf": _HF,
     "export hf": _HF,
     **{

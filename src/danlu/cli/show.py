@@ -25,7 +25,7 @@ def show(
     from danlu.report.run_tables import find_run, summarize_run, summary
 
     found = find_run(run, folder)
-    page, trouble = _page(found)
+    page, trouble = update_page(found)
     if as_json:
         typer.echo(json.dumps(asdict(summarize_run(found)) | {"page": str(page) if page else None}, indent=2))
         return
@@ -36,8 +36,11 @@ def show(
         open_in_browser(page)
 
 
-def _page(run: RunFolder) -> tuple[Path | None, str]:
-    """The run's current page; for another user's run, or if it cannot be written, the existing one."""
+def update_page(run: RunFolder) -> tuple[Path | None, str]:
+    """The run's current page, and what kept it from being written.
+
+    For another user's run, or if it cannot be written, it is the existing one.
+    """
     from danlu.report.run_page import write_run_page
 
     if run.path.stat().st_uid == os.geteuid():

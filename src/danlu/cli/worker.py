@@ -25,6 +25,9 @@ def worker(
     local_rank: Annotated[int, typer.Option(min=0)],
     store: Annotated[str, typer.Option(help="Rendezvous endpoint: host:port, served by rank 0; or file:PATH.")],
     locked: Annotated[bool, typer.Option("--locked", help="The launcher holds the run's lock.")] = False,
+    evaluate_step: Annotated[
+        int | None, typer.Option("--evaluate", help="Evaluate the checkpoint of this step instead of training.")
+    ] = None,
     launcher_link: Annotated[int | None, typer.Option(help="Descriptor of the link to the launcher.")] = None,
     single_host_threads: Annotated[
         int | None, typer.Option(help="All ranks are on this host; each computes with so many threads.")
@@ -42,7 +45,8 @@ def worker(
 
     rank_info = RankInfo(rank=rank, world_size=world, local_rank=local_rank, endpoint=store)
     try:
-        run_worker(RunFolder(run), rank_info, link, locked=locked, peak_cache=peak_cache_path(os.environ))
+        peaks = peak_cache_path(os.environ)
+        run_worker(RunFolder(run), rank_info, link, locked=locked, peak_cache=peaks, evaluate_step=evaluate_step)
     except (SpecError, RunError) as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         sys.exit(2)

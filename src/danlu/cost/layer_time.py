@@ -187,6 +187,8 @@ class _LayerTimer:
             return flash_attention_time(device, shard.sequences, heads, queries, keys, head, backward=backward)
 
         forward, backward = over(shard.length, False), over(shard.length, True)
+        if software.document_mask:
+            return 2 * forward, 2 * backward  # all pairs, where `flash_attention_time` counts the causal half
         if 0 < software.sliding_window < shard.length:
             # Twice the mean number of tokens attended to, as `flash_attention_time` counts the causal half of it.
             keys = 2.0 * software.sliding_window - software.sliding_window**2 / shard.length

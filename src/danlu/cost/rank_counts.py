@@ -52,7 +52,8 @@ class RankCounter(LayoutShapes):
         Recompute stops before a block's last matmul, whose result is not needed.
         """
         shape, shard = self.shape, self.shard
-        batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp / 2
+        batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp
+        pairs *= 1.0 if self.software.document_mask else 0.5
         core = attention.core_flops(batch, pairs, shape.head_dim, shape.v_head_dim)
         total = 0.0
         for (moe, recompute), count in contents.runs:

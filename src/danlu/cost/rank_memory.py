@@ -12,6 +12,7 @@ from danlu.cost.memory import (
 from danlu.cost.muon import muon_work
 from danlu.cost.pipeline_schedules import MAX_ACTIVE_STAGES, SPLIT_BACKWARD_SCHEDULES
 from danlu.cost.stage_contents import RankParameters, StageContents
+from danlu.ops.attention import mask_bytes
 from danlu.ops.embedding_head import logit_elements, loss_bytes, table_parameters
 from danlu.ops.layer import deferred_gradient_elements
 
@@ -47,6 +48,8 @@ class RankMemoryEstimator(LayoutShapes):
         kept = 0.0
         for kind, count in contents.runs:
             kept += count * self.layer_bytes(kind)[0]
+        if software.document_mask:
+            kept += layout.stages_per_rank * mask_bytes(self.shard, software.activation_bytes)
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )

@@ -131,6 +131,9 @@ class Software:
     ring_bandwidth: float = inf
     """Bytes per second of one group between nodes, if its library drives one adapter per group."""
     mla: MLAConfig | None = None
+    document_mask: bool = False
+    """Keep documents apart by a mask in memory, with which attention kernels compute every pair of positions instead of
+    the causal half."""
     sliding_window: int = 0
     """Tokens that a token attends to in layers with a sliding window; 0 is none."""
     sliding_window_fraction: float = 0.0

@@ -24,10 +24,10 @@ from danlu.framework.build import ForwardBackward, build_train_state
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loop import TrainStages, take_step
 from danlu.framework.moe import LocalDispatcher
-from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics
+from danlu.parallel.batch import Batch
 from danlu.parallel.expert import AllToAllDispatcher
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.cluster import Cluster
@@ -153,7 +153,7 @@ def _record_step(recipe: Recipe, mesh: ParallelMesh, cluster: Cluster | None, pa
         )
 
 
-def _gradients_alone(state: TrainState, tokens: Tensor, targets: Tensor) -> Tensor:
+def _gradients_alone(state: TrainState, batch: Batch, counted: Tensor | None = None) -> Tensor:
     """Leave a gradient for every parameter, without any pass."""
     for parameter in state.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -165,8 +165,8 @@ def _take_step(
 ) -> None:
     """Take the training loop's own step, with values in place of those that fake tensors do not have."""
 
-    def passes(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = forward_backward(tokens, targets)
+    def passes(batch: Batch, counted: Tensor | None = None) -> Tensor:
+        loss = forward_backward(batch, counted)
         tracker.in_optimizer = True
         tracker.tag_gradients(state.parameters())
         return loss
@@ -177,7 +177,7 @@ def _take_step(
         return StepMetrics(loss=1.0, norm=clipped, memory=0, imbalance=None, stop_requested=False)
 
     stages = TrainStages(FixedData(_ZeroBatch(recipe, mesh)), passes, compute_metrics=metrics)
-    take_step(recipe, state, mesh, stages, NonFiniteGuard())
+    take_step(recipe, state, mesh, stages)
 
 
 class _ZeroBatch:
@@ -186,10 +186,14 @@ class _ZeroBatch:
     def __init__(self, recipe: Recipe, mesh: ParallelMesh) -> None:
         degrees = mesh.plan.degrees
         self.rows, self.length = recipe.batch.sequences // degrees.dp, recipe.batch.length // degrees.cp
+        self.positions = recipe.batch.length if recipe.data.document_mask else 0
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.zeros(self.rows, self.length, dtype=torch.int64)
-        return tokens, tokens.clone()
+    def at(self, cursor: int) -> Batch:
+        tokens_BS = torch.zeros(self.rows, self.length, dtype=torch.int64)
+        if not self.positions:
+            return Batch(tokens_BS, tokens_BS.clone())
+        positions = torch.zeros(self.rows, self.positions, dtype=torch.int64)
+        return Batch(tokens_BS, tokens_BS.clone(), positions, tokens_BS.numel())
 
 
 def _tag_state_memory(live: LiveMemoryTracker, state: TrainState) -> None:

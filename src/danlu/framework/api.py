@@ -29,8 +29,8 @@ from danlu.framework.custom.module_adapter import ModuleAdapter, check_layer_lis
 from danlu.framework.custom.module_structure import find_layers
 from danlu.framework.custom.tp_plan import resolve_tp_plan
 from danlu.framework.custom.verify_tp import ExampleReference
-from danlu.framework.nonfinite_guard import MAX_NONFINITE_STEPS, NonFiniteGuard, stop_on_signal
 from danlu.framework.state import TrainState
+from danlu.framework.step_guard import MAX_SKIPPED_STEPS, StepGuard, stop_on_signal
 from danlu.framework.step_metrics import compute_step_metrics
 from danlu.parallel.fsdp import reshard_all
 from danlu.parallel.grad_norm import clip_grads_with_norm
@@ -145,13 +145,13 @@ class Guard:
     `guard.stop`, on all ranks after the same step.
     """
 
-    def __init__(self, model: nn.Module, clip: float = 1.0, patience: int = MAX_NONFINITE_STEPS) -> None:
+    def __init__(self, model: nn.Module, clip: float = 1.0, patience: int = MAX_SKIPPED_STEPS) -> None:
         """Gradients are scaled down to norm `clip` (0 leaves them); after `patience` bad steps in a row it raises."""
         self.model, self.clip = model, clip
         self.loss = self.norm = float("nan")
         self.stop = False
         self.steps = 0
-        self._guard = NonFiniteGuard(patience)
+        self._guard = StepGuard(patience=patience)
         self._signals = stop_on_signal()
         self._stop_signaled = lambda: False
 
@@ -171,7 +171,7 @@ class Guard:
         metrics = compute_step_metrics([self.model], mesh, share, memory=0, stop=self._stop_signaled())
         self.loss, self.norm, self.stop = metrics.loss, metrics.norm, metrics.stop_requested
         self.steps += 1
-        accepted = self._guard.accept_step(self.loss, self.norm)
+        accepted = self._guard.judge(self.loss, self.norm, self.steps).applied
         self._guard.raise_if_diverged(self.loss, self.norm, self.steps)
         if accepted:
             clip_grads_with_norm(list(self.model.parameters()), self.norm, self.clip)

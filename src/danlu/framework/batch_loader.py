@@ -2,39 +2,52 @@
 
 import threading
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from danlu.chips.accelerator import copy_to_device
 from danlu.comm.mesh import ParallelMesh
+from danlu.parallel.batch import IGNORE_INDEX, Batch
 from danlu.spec.recipe import BatchConfig
+from danlu.storage.data.token_marks import unpack_marks
 from danlu.storage.data.token_shards import rank_sample_indices
 
 PREFETCH_BATCHES = 2
 """Batches read ahead: one is ready while the next is being read."""
 
+IntArray = NDArray[np.int64]
+
 
 class SampleSource(Protocol):
     """Training samples by index; the order is a pure function of the index, so a cursor is one integer."""
 
-    def read_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def read_samples(self, indices: IntArray) -> IntArray:
         """Samples as rows of `length + 1` tokens; called from several threads."""
+        ...
+
+
+@runtime_checkable
+class MarkedSampleSource(SampleSource, Protocol):
+    """Samples whose tokens are marked: which of them end a document, and which of them the loss counts."""
+
+    def read_words(self, indices: IntArray) -> IntArray:
+        """Samples as rows of `length + 1` words, each a token with its marks (`storage.data.token_marks`)."""
         ...
 
 
 class BatchSource(Protocol):
     """This rank's share of every batch; `BatchLoader` implements it."""
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the batch that starts at sample `cursor`."""
+    def at(self, cursor: int) -> Batch:
+        """The batch that starts at sample `cursor`."""
         ...
 
 
 class BatchLoader:
-    """Reads this rank's rows of every batch, and this rank's positions of every row."""
+    """Reads this rank's rows of every batch, and this rank's positions of every row, onto its device."""
 
     def __init__(
         self,
@@ -43,9 +56,21 @@ class BatchLoader:
         vocabulary: int,
         mesh: ParallelMesh,
         prefetch: int = PREFETCH_BATCHES,
+        *,
+        document_mask: bool = False,
+        loss_mask: bool = False,
     ) -> None:
-        """`prefetch` batches are read in the background; an error there is raised when its batch is requested."""
-        self.samples = samples
+        """`prefetch` batches are read in the background; an error there is raised when its batch is requested.
+
+        With `loss_mask` the loss counts what the marks of the samples say; with `document_mask` also no prediction of
+        a document's first token, and batches have the positions of tokens in their documents.
+        """
+        self.samples, self.document_mask = samples, document_mask
+        self.marked: MarkedSampleSource | None = None
+        if document_mask or loss_mask:
+            if not isinstance(samples, MarkedSampleSource):
+                raise TypeError(f"a mask needs samples with marks, but {type(samples).__name__} has no `read_words`")
+            self.marked = samples
         self.vocabulary = vocabulary
         self.device = mesh.device
         self.batch = batch
@@ -53,17 +78,17 @@ class BatchLoader:
         self.length = batch.length // mesh.size("cp")
         self.first_column = mesh.coordinate("cp") * self.length
         self.prefetch = prefetch
-        self._pending: dict[int, Future[NDArray[np.int64]]] = {}
+        self._pending: dict[int, Future[Batch]] = {}
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (the tokens shifted by one) of the batch that starts at sample `cursor`."""
-        rows = torch.from_numpy(self._rows(cursor))
-        if (highest := int(rows.max())) >= self.vocabulary:  # a sharded embedding would return zeros for it
-            raise ValueError(
-                f"token ids must be below {self.vocabulary}, but a sample of the batch at {cursor} has id {highest}"
-            )
-        columns = rows[:, self.first_column : self.first_column + self.length + 1].to(self.device)
-        return columns[:, :-1].contiguous(), columns[:, 1:].contiguous()
+    def at(self, cursor: int) -> Batch:
+        """The batch that starts at sample `cursor`; its targets are its tokens shifted by one."""
+        pending = self._pending.pop(cursor, None)
+        batch = self._load(cursor) if pending is None else pending.result()
+        wanted = [cursor := cursor + self.batch.sequences_at(cursor) for _ in range(self.prefetch)]
+        self._pending = {
+            start: self._pending[start] if start in self._pending else self._begin(start) for start in wanted
+        }
+        return batch
 
     def drop_prefetched(self) -> None:
         """Drop prefetched batches, because the order of the samples is about to change."""
@@ -71,28 +96,55 @@ class BatchLoader:
             pending.exception()  # waits; an error here will be raised again when the batch is read
         self._pending.clear()
 
-    def _rows(self, cursor: int) -> NDArray[np.int64]:
-        pending = self._pending.pop(cursor, None)
-        rows = self._read(cursor) if pending is None else pending.result()
-        wanted = [cursor := cursor + self.batch.sequences_at(cursor) for _ in range(self.prefetch)]
-        self._pending = {
-            start: self._pending[start] if start in self._pending else self._begin(start) for start in wanted
-        }
-        return rows
+    def _load(self, cursor: int) -> Batch:
+        """Read a batch and begin its copy to the device."""
+        indices = rank_sample_indices(cursor, self.batch.sequences_at(cursor), *self.data_shard)
+        if self.marked is None:
+            tokens = self.samples.read_samples(indices)
+            return self._batch(cursor, tokens, tokens[:, 1:])
+        tokens, ends, counted = unpack_marks(self.marked.read_words(indices))
+        excluded = ~counted[:, 1:]
+        if self.document_mask:
+            excluded |= ends[:, :-1]  # the last token of a document does not predict the next document
+        targets = np.where(excluded, IGNORE_INDEX, tokens[:, 1:])
+        return self._batch(cursor, tokens, targets, document_positions(ends[:, :-1]) if self.document_mask else None)
 
-    def _read(self, cursor: int) -> NDArray[np.int64]:
-        sequences = self.batch.sequences_at(cursor)
-        return self.samples.read_samples(rank_sample_indices(cursor, sequences, *self.data_shard))
+    def _batch(self, cursor: int, tokens: IntArray, targets: IntArray, positions: IntArray | None = None) -> Batch:
+        """This rank's columns, on its device; positions of all columns."""
+        if (highest := int(tokens.max())) >= self.vocabulary:  # a sharded embedding would return zeros for it
+            raise ValueError(
+                f"token ids must be below {self.vocabulary}, but a sample of the batch at {cursor} has id {highest}"
+            )
+        columns = slice(self.first_column, self.first_column + self.length)
+        targets = targets[:, columns]
+        return Batch(
+            self._on_device(tokens[:, columns]),
+            self._on_device(targets),
+            None if positions is None else self._on_device(positions),
+            None if self.marked is None else int((targets != IGNORE_INDEX).sum()),
+        )
 
-    def _begin(self, cursor: int) -> Future[NDArray[np.int64]]:
-        """Read a batch in a daemon thread, which does not delay the end of the process."""
-        pending: Future[NDArray[np.int64]] = Future()
+    def _on_device(self, array: IntArray) -> torch.Tensor:
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
-        def read() -> None:
+    def _begin(self, cursor: int) -> Future[Batch]:
+        """Load a batch in a daemon thread, which does not delay the end of the process."""
+        pending: Future[Batch] = Future()
+
+        def load() -> None:
             try:
-                pending.set_result(self._read(cursor))
+                pending.set_result(self._load(cursor))
             except BaseException as error:
                 pending.set_exception(error)
 
-        threading.Thread(target=read, name=f"batch {cursor}", daemon=True).start()
+        threading.Thread(target=load, name=f"batch {cursor}", daemon=True).start()
         return pending
+
+
+def document_positions(ends: NDArray[np.bool_]) -> IntArray:
+    """Every token's position in its document, by rows: 0 after a token that `ends` one, and in the first column."""
+    columns = np.arange(ends.shape[1])
+    starts = np.zeros(ends.shape, dtype=np.int64)
+    starts[:, 1:] = np.where(ends[:, :-1], columns[1:], 0)
+    positions: IntArray = columns - np.maximum.accumulate(starts, axis=1)
+    return positions

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from danlu.framework.layer_seeds import LayerSeeds
 from danlu.framework.moe import Router
+from danlu.parallel.batch import Batch
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import BatchConfig
 
-Passes = Callable[[Tensor, Tensor], Tensor]
+Passes = Callable[[Batch, Tensor | None], Tensor]
 """Forward and backward of one batch; the `ForwardBackward` of a run."""
 
 
@@ -38,12 +39,12 @@ class RampedPasses:
         self._batch_rows = 0
         self._passes: Passes | None = None
 
-    def __call__(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def __call__(self, batch: Batch, counted: Tensor | None = None) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses."""
-        if len(tokens_BS) != self._batch_rows:
-            self._begin_stage(len(tokens_BS))
+        if len(batch.tokens) != self._batch_rows:
+            self._begin_stage(len(batch.tokens))
         assert self._passes is not None
-        return self._passes(tokens_BS, targets_BS)
+        return self._passes(batch, counted)
 
     def _begin_stage(self, rows: int) -> None:
         sequences, microbatches = rows * self.data_ranks, max(1, rows // self.rows)

@@ -1,8 +1,8 @@
 """One function that turns a recipe and a plan into a trainable model; its order is its documentation."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,26 @@ from danlu.framework.loss_scale import LossScaler, build_loss_scaler
 from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
+from danlu.framework.step_guard import StepGuard
 from danlu.memory.recompute import apply_recompute
+from danlu.parallel.batch import Batch
 from danlu.parallel.fsdp import apply_fsdp
-from danlu.parallel.loss import cross_entropy_sum
+from danlu.parallel.loss import MeanLoss, cross_entropy_sum
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import PrecisionConfig, Recipe
 
-ForwardBackward = Callable[[Tensor, Tensor], Tensor]
-"""Takes this rank's tokens and targets, leaves gradients, returns this rank's share of the mean loss."""
+
+class ForwardBackward(Protocol):
+    """Both passes of one step on this rank."""
+
+    def __call__(self, batch: Batch, counted: Tensor | None = None) -> Tensor:
+        """Leaves gradients, and returns this rank's share of the mean loss over the global batch.
+
+        `counted` is how many targets of the global batch count (`all_reduce_counted`); None if all of them do.
+        """
+        ...
 
 
 def make_adapter(recipe: Recipe, plan: Plan) -> ModelAdapter:
@@ -58,8 +68,14 @@ def build_train_state(
     else:
         forward_backward = passes(plan.microbatches, recipe.batch.tokens)
     blocks = [block for module in modules for block in adapter.blocks(module)]
-    optimizer = build_optimizer(modules, recipe.optimizer, blocks)
-    state = TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds, loss_scaler=scaler)
+    state = TrainState(
+        modules,
+        build_optimizer(modules, recipe.optimizer, blocks),
+        recipe.seed,
+        layer_seeds=adapter.layer_seeds,
+        guard=StepGuard(recipe.spikes),
+        loss_scaler=scaler,
+    )
     if recipe.ema:
         state.ema = ParameterEma(recipe.ema.decay, state.named_parameters())
     return state, forward_backward
@@ -76,9 +92,7 @@ def _passes(
     tokens: int,
 ) -> ForwardBackward:
     """Forward and backward of a global batch of `tokens`, in so many microbatches on this rank."""
-    loss: Callable[[Tensor, Tensor], Tensor] = partial(
-        _loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp")
-    )
+    loss: MeanLoss = partial(_loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
     if scaler:
         loss = partial(_scaled, loss, scaler)
     if plan.degrees.pp == 1:
@@ -89,9 +103,9 @@ def _passes(
     return PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
 
 
-def _scaled(loss: Callable[[Tensor, Tensor], Tensor], scaler: LossScaler, logits: Tensor, targets: Tensor) -> Tensor:
+def _scaled(loss: MeanLoss, scaler: LossScaler, logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
     """The loss times the scale of this step."""
-    return scaler.apply(loss(logits, targets))
+    return scaler.apply(loss(logits, targets, counted))
 
 
 def apply_parallelism(
@@ -125,10 +139,14 @@ def apply_parallelism(
 def _loss(
     logits_BSV: Tensor,
     targets_BS: Tensor,
+    counted: Tensor | None,
+    *,
     tokens: int,
     vocabulary: int,
     tensor_group: torch.distributed.ProcessGroup | None,
 ) -> Tensor:
     """This rank's share of the mean loss; logits may be sharded by vocabulary over the tensor-parallel ranks."""
     group = None if logits_BSV.shape[-1] == vocabulary else tensor_group
-    return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens
+    if counted is None:
+        return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens
+    return cross_entropy_sum(logits_BSV, targets_BS, group, masked=True) / counted.clamp(min=1)

@@ -1,6 +1,7 @@
 """Between the loop and the checkpoints: when to save, what to report, and where to resume from."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,39 @@ class CheckpointManager:
 
     def resume(self, state: TrainState) -> bool:
         """Resume from the newest intact checkpoint; a corrupt one is quarantined. Whether there was one."""
-        while (step := self.checkpoints.latest_step()) is not None:
+        found = self._restore_first(state, self.checkpoints.latest_step)
+        if found is None:
+            return False
+        step, verified = found
+        now = {axis: degree for axis, degree in self.checkpoints.layout.items() if degree > 1}
+        was = {axis: degree for axis, degree in verified.saved_layout.items() if degree > 1}
+        self.events.write(
+            ResumeEvent(
+                time=time.time(), step=step, was=was, now=now, tensors=verified.tensors_verified,
+                saved=verified.tensors_saved, bytes=verified.bytes, samples=state.cursor,
+            )
+        )  # fmt: skip
+        return True
+
+    def rewind(self, state: TrainState, at_most: int) -> int | None:
+        """Restore the newest checkpoint of step `at_most` or earlier, else the oldest; its step, None if there is none.
+
+        Later ones are deleted: the run leaves their branch. A process that ends before that is done resumes on it, and
+        comes to the same spike and to this rewind again.
+        """
+        self.checkpoints.wait_for_saves()
+        self._record_finished_saves()
+        found = self._restore_first(state, lambda: self.checkpoints.step_before(at_most))
+        if found is None:
+            return None
+        self.checkpoints.discard_after(found[0])
+        return found[0]
+
+    def _restore_first(
+        self, state: TrainState, choose: Callable[[], int | None]
+    ) -> tuple[int, LoadVerification] | None:
+        """Restore the chosen checkpoint; a corrupt one is quarantined, and the next choice is used."""
+        while (step := choose()) is not None:
             try:
                 scalars, verified = self._load(step, state)
             except CorruptCheckpointError as error:
@@ -49,16 +82,8 @@ class CheckpointManager:
             for line in self.checkpoints.repairs:
                 self.events.warn(line)
             self.checkpoints.repairs.clear()
-            now = {axis: degree for axis, degree in self.checkpoints.layout.items() if degree > 1}
-            was = {axis: degree for axis, degree in verified.saved_layout.items() if degree > 1}
-            self.events.write(
-                ResumeEvent(
-                    time=time.time(), step=step, was=was, now=now, tensors=verified.tensors_verified,
-                    saved=verified.tensors_saved, bytes=verified.bytes, samples=state.cursor,
-                )
-            )  # fmt: skip
-            return True
-        return False
+            return step, verified
+        return None
 
     def _load(self, step: int, state: TrainState) -> tuple[dict[str, Any], LoadVerification]:
         """Load a checkpoint; a store that fails is retried, since that says nothing about what it holds."""

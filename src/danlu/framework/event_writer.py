@@ -3,15 +3,16 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from danlu.framework.atomic_append import AtomicAppendFile
+from danlu.framework.event_metrics import MetricsSink, event_metrics
 from danlu.framework.tensorboard import TensorBoardWriter
-from danlu.spec.event import Event, StepEvent, WarningEvent
+from danlu.spec.event import Event, SpikeEvent, WarningEvent
 from danlu.spec.run_folder import RunFolder
 
 MAX_BUFFERED_EVENTS = 10_000
@@ -25,8 +26,18 @@ class EventWriter:
     `on_waiting` meanwhile.
     """
 
-    def __init__(self, run: RunFolder, step: int = 0, on_waiting: Callable[[str], None] = lambda line: None) -> None:
-        """Append to what is there; TensorBoard scalars after `step`, which a resumed run repeats, are purged."""
+    def __init__(
+        self,
+        run: RunFolder,
+        step: int = 0,
+        on_waiting: Callable[[str], None] = lambda line: None,
+        sinks: Sequence[MetricsSink] = (),
+    ) -> None:
+        """Append to what is there; TensorBoard scalars after `step`, which a resumed run repeats, are purged.
+
+        Events are also passed to `sinks`, which are closed with this writer.
+        """
+        self._sinks = sinks
         with suppress(OSError):  # the first write reports it
             _drop_unfinished_line(run.events)
         self._events = AtomicAppendFile(run.events)
@@ -39,14 +50,19 @@ class EventWriter:
         """Add an event; other processes can read it when this returns, unless the disk cannot be written."""
         line = event.model_dump_json()
         self._waiting.append(line)
+        if isinstance(event, SpikeEvent) and event.rewound_to is not None:
+            self._charts.purge_from(event.rewound_to + 1)
         try:
             self._write_waiting()
-            if isinstance(event, StepEvent):
-                self._chart(event)
+            if (found := event_metrics(event)) is not None:
+                step, metrics = found
+                self._charts.add_scalars(step, event.time, metrics)
         except OSError as error:
             self._warn(error)
         if self._waiting:
             self._on_waiting(line)
+        for sink in self._sinks:
+            sink.add(event)
 
     def _write_waiting(self) -> None:
         self._events.append("".join(f"{line}\n" for line in self._waiting).encode())
@@ -65,24 +81,14 @@ class EventWriter:
         self._waiting.append(warning)
         self._on_waiting(warning)
 
-    def _chart(self, report: StepEvent) -> None:
-        scalars = {
-            "loss": report.loss,
-            "gradient norm": report.norm,
-            "learning rate": report.learning_rate,
-            "tokens per second": report.tokens / report.seconds,
-            "memory": float(report.memory),
-        }
-        if report.imbalance is not None:
-            scalars["expert imbalance"] = report.imbalance
-        self._charts.add_scalars(report.step, report.time, scalars)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for sink in self._sinks:
+            sink.close()  # may warn, which is an event
         with suppress(OSError):  # already reported at the first failure
             self._write_waiting()
         self._charts.close()

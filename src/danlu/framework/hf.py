@@ -24,6 +24,7 @@ from danlu.framework.hf_config import (
     unknown_keys,
 )
 from danlu.framework.hf_families import ModelFamily, TensorNamePair, find_family, unsupported_trait
+from danlu.framework.hf_tokenizer import GENERATION_FILE, ExportTokenizer
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, parameter_shapes
 from danlu.spec import toml
 from danlu.spec.model import Model
@@ -45,7 +46,7 @@ EXPORT_DTYPES = {"fp32": ("float32", torch.float32), "bf16": ("bfloat16", torch.
 """Dtypes of an export, by Danlu's name: Hugging Face's name and torch's dtype."""
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
-_CONFIG_FILES = (CONFIG_FILE, "generation_config.json")
+_CONFIG_FILES = (CONFIG_FILE, GENERATION_FILE)
 
 ReadTensor = Callable[[str], Tensor]
 
@@ -75,12 +76,7 @@ def import_hf(
     folder: Path, output: Path, on_progress: OnProgress = lambda done, total: None, shard_bytes: int = SHARD_BYTES
 ) -> ImportResult:
     """Import a Hugging Face model into `output`: `model.toml`, weights under Danlu's names, the tokenizer's files."""
-    config = read_config(folder / CONFIG_FILE)
-    model = model_from_config(config, folder.resolve().name)
-    weights = SafetensorsReader(folder, HF_FILE_PREFIX)
-    _check_layers(config, model, weights)
-    source = _HFWeights(weights, model, config.family)
-    source.check()
+    config, model, source = open_hf(folder)
     with _atomic_output_dir(output) as partial_output:
         write_safetensors(partial_output, WEIGHTS_FILE_PREFIX, source.entries(), on_progress, shard_bytes)
         (partial_output / HF_CONFIG_DIR).mkdir()
@@ -92,6 +88,17 @@ def import_hf(
     return ImportResult(model, config.family, unknown_keys(config))
 
 
+def open_hf(folder: Path) -> tuple[HFConfig, Model, "HFWeights"]:
+    """A Hugging Face folder whose configuration Danlu supports, and whose tensors are those of the configuration."""
+    config = read_config(folder / CONFIG_FILE)
+    model = model_from_config(config, folder.resolve().name)
+    weights = SafetensorsReader(folder, HF_FILE_PREFIX)
+    _check_layers(config, model, weights)
+    source = HFWeights(weights, model, config.family)
+    source.check()
+    return config, model, source
+
+
 def export_hf(
     model: Model,
     read: ReadTensor,
@@ -99,10 +106,12 @@ def export_hf(
     imported: Path | None = None,
     dtype: str = "fp32",
     on_progress: OnProgress = lambda done, total: None,
+    tokenizer: ExportTokenizer | None = None,
 ) -> ModelFamily:
     """Write a model whose parameters `read` returns by name as a Hugging Face folder.
 
-    Tokenizer and other settings come from `imported`, the import that it was trained from.
+    Settings come from `imported`, the import that it was trained from; so does the tokenizer, unless the run was
+    trained with another one: `tokenizer`.
     """
     family = find_family(model)
     if family is None:
@@ -120,6 +129,12 @@ def export_hf(
         config = config_from_model(
             model, family, word, carried if carried.get("model_type") == family.model_type else {}
         )
+        if tokenizer is not None and not tokenizer.is_in(partial_output):
+            for path in _tokenizer_files(partial_output):
+                path.unlink()
+            tokenizer.write(partial_output, model.sequence)
+            tokenizer.write_generation(partial_output)
+            config |= tokenizer.special_tokens
         (partial_output / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return family
 
@@ -166,7 +181,7 @@ def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: 
             yield WeightEntry(mapping.hf(expert), (outputs, inputs), dtype, partial(one, name, expert))
 
 
-class _HFWeights:
+class HFWeights:
     """The tensors of a Hugging Face folder as parameters of Danlu's model."""
 
     def __init__(self, weights: SafetensorsReader, model: Model, family: ModelFamily) -> None:
@@ -253,12 +268,14 @@ def differing_fields(recipe: Model, imported: Model) -> list[str]:
     return [key for key in own if key not in free and own[key] != other[key]]
 
 
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
+
+
 def _copy_tokenizer_files(source: Path, output: Path) -> None:
     """Copy the tokenizer's files."""
-    for pattern in _TOKENIZER_FILES:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copy2(path, output / path.name)
+    for path in _tokenizer_files(source):
+        shutil.copy2(path, output / path.name)
 
 
 @contextmanager

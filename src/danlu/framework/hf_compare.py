@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from danlu.framework.full_model import empty_decoder
 from danlu.framework.transformer import Decoder
 from danlu.framework.weights import load_weights
 from danlu.spec.model import Model
@@ -32,14 +33,14 @@ class LogitComparison:
 
 def load_imported_decoder(folder: Path, model: Model) -> Decoder:
     """Danlu's decoder with the weights of an import, in fp32 on one device."""
-    decoder = _empty_decoder(model)
+    decoder = empty_decoder(model)
     load_weights([decoder], model, folder)
     return decoder
 
 
 def load_decoder(model: Model, read: Callable[[str], Tensor], stored: torch.dtype) -> Decoder:
     """Danlu's decoder with parameters that `read` returns by name, rounded to the `stored` dtype."""
-    decoder = _empty_decoder(model)
+    decoder = empty_decoder(model)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(read(name).to(stored))
@@ -70,13 +71,3 @@ def _hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(tokens_BS, use_cache=False).logits
     return logits
-
-
-def _empty_decoder(model: Model) -> Decoder:
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    decoder.to_empty(device="cpu")
-    decoder.tie_weights()
-    for buffer in decoder.buffers():
-        buffer.zero_()
-    return decoder

@@ -7,11 +7,21 @@ from typing import NamedTuple
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.build import ForwardBackward
-from danlu.framework.nonfinite_guard import NonFiniteGuard
 from danlu.framework.optimizer import learning_rate
-from danlu.framework.stages import CheckpointStage, DataStage, EventSink, IgnoreEvents, MetricsStage, NoCheckpoints
+from danlu.framework.spike_recovery import SpikeRecovery
+from danlu.framework.stages import (
+    CheckpointStage,
+    DataStage,
+    EvaluationStage,
+    EventSink,
+    IgnoreEvents,
+    MetricsStage,
+    NoCheckpoints,
+    NoEvaluation,
+)
 from danlu.framework.state import TrainState
-from danlu.framework.step_metrics import compute_step_metrics, update_router_biases
+from danlu.framework.step_guard import Verdict
+from danlu.framework.step_metrics import all_reduce_counted, compute_step_metrics, update_router_biases
 from danlu.parallel.grad_norm import clip_grads_with_norm
 from danlu.spec.event import StepEvent
 from danlu.spec.recipe import Recipe
@@ -27,11 +37,12 @@ def _unknown_memory() -> int:
 
 @dataclass(frozen=True)
 class TrainStages:
-    """What the loop calls. What is left out does nothing: no checkpoints, no events, no request to stop."""
+    """What the loop calls. What is left out does nothing: no checkpoints, evaluation or events, no request to stop."""
 
     data: DataStage
     forward_backward: ForwardBackward
     checkpoints: CheckpointStage = field(default_factory=NoCheckpoints)
+    evaluation: EvaluationStage = field(default_factory=NoEvaluation)
     events: EventSink = field(default_factory=IgnoreEvents)
     stop_requested: Callable[[], bool] = _never
     """Whether this rank was asked to stop; all ranks stop after the same step."""
@@ -45,6 +56,7 @@ class StepResult(NamedTuple):
     """A step that was taken."""
 
     event: StepEvent
+    verdict: Verdict
     stop_requested: bool
     """Some rank was asked to stop, or gave up on its checkpoints."""
 
@@ -54,49 +66,56 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
 
     All ranks see the same metrics, so all of them decide alike.
     """
-    guard, last = NonFiniteGuard(), False
+    recovery, last = SpikeRecovery(recipe, stages.checkpoints, stages.events), False
     while state.step < recipe.steps and not last:
-        step = take_step(recipe, state, mesh, stages, guard)
+        _evaluate_if_due(state, stages)  # a run that was asked to stop does this when it resumes
+        step = take_step(recipe, state, mesh, stages)
         stages.events.write(step.event)
-        guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
-        last = step.stop_requested or state.step == recipe.steps
+        last = step.stop_requested
+        if recovery.rewound(state, step.event, step.verdict):
+            continue  # the state is that of a checkpoint: there is nothing new to save
+        state.guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
+        last |= state.step == recipe.steps
 
         for warning in stages.data.pop_warnings():
             stages.events.warn(warning)
         was_due = stages.checkpoints.save_if_due(state, last)  # in the background; the last one is waited for
         if was_due and not last:
             stages.data.refresh(state.cursor)  # a broadcast: all ranks read appended data from the same sample on
+    if state.step == recipe.steps:
+        _evaluate_if_due(state, stages)
 
 
-def take_step(
-    recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages, guard: NonFiniteGuard
-) -> StepResult:
+def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:
+    if (evaluated := stages.evaluation.run_if_due(state)) is not None:
+        stages.events.write(evaluated)
+
+
+def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
-    sequences = recipe.batch.sequences_at(state.cursor)
-    tokens, targets = stages.data.at(state.cursor)
+    sequences, scaler = recipe.batch.sequences_at(state.cursor), state.loss_scaler
+    batch = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
-    scaler = state.loss_scaler
+    counted = all_reduce_counted(batch, mesh)  # None where all targets count, without asking other ranks
     if scaler:
         scaler.set_auxiliary(state.stage_modules)
-    loss = stages.forward_backward(tokens, targets)
+    loss = stages.forward_backward(batch, counted)
     stop = stages.stop_requested() or stages.checkpoints.too_many_failures
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 
-    rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
     if scaler:
         metrics = scaler.unscaled(metrics)
-    accepted = guard.accept_step(metrics.loss, metrics.norm, overflow=scaler is not None and scaler.can_back_off)
-    if accepted:
+    rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
+    verdict = state.guard.judge(metrics.loss, metrics.norm, state.step + 1, scaler is not None and scaler.can_back_off)
+    if verdict.applied:
         if scaler:
             scaler.unscale_gradients(state.parameters())
         clip_grads_with_norm(state.parameters(), metrics.norm, recipe.optimizer.clip)
         stages.checkpoints.wait_for_staging()  # a save may still be copying the tensors that now change
         state.optimizer_step(rate)
         update_router_biases(state.stage_modules)
-    scale = scaler.scale if scaler else None
-    if scaler:
-        scaler.update(accepted)
+    scale = scaler.update(metrics) if scaler else None
     state.next_step(sequences)
     event = StepEvent(
         time=time.time(),
@@ -107,8 +126,10 @@ def take_step(
         tokens=sequences * recipe.batch.length,
         seconds=time.perf_counter() - started,
         memory=metrics.memory,
-        committed=accepted,
+        committed=verdict.applied,
+        reason=verdict.reason,
         imbalance=metrics.imbalance,
+        counted=None if counted is None else int(counted),
         loss_scale=scale,
     )
-    return StepResult(event, metrics.stop_requested)
+    return StepResult(event, verdict, metrics.stop_requested)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -60,14 +61,16 @@ class LossScaler:
         """Whether an overflow may be the scale's fault."""
         return self.scale > MIN_SCALE
 
-    def update(self, finite: bool) -> None:
-        """Adapt the scale to a step."""
-        if not finite:
-            self.scale, self.good_steps = max(MIN_SCALE, self.scale / 2), 0
-            return
+    def update(self, metrics: StepMetrics) -> float:
+        """Adapt the scale to a step, from its unscaled metrics; returns the scale that the step had."""
+        used = self.scale
+        if not (isfinite(metrics.loss) and isfinite(metrics.norm)):
+            self.scale, self.good_steps = max(MIN_SCALE, used / 2), 0
+            return used
         self.good_steps += 1
         if self.good_steps >= self.config.growth_interval:
-            self.scale, self.good_steps = min(MAX_SCALE, self.scale * 2), 0
+            self.scale, self.good_steps = min(MAX_SCALE, used * 2), 0
+        return used
 
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint saves of it."""

@@ -71,7 +71,8 @@ class Router(nn.Module):
                 1, chosen.flatten(1), torch.ones_like(weights).flatten(1)
             )
             counts_E = counts_BE.sum(0)
-            self.load_E += counts_E
+            if self.training:  # held-out data must not count in the balance
+                self.load_E += counts_E
         loss = self._auxiliary_loss(shares_BSE, counts_BE)
         return chosen.flatten(0, 1), weights.flatten(0, 1), counts_E.long(), loss
 

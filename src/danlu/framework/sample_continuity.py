@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from danlu.spec.event import Event, StartEvent, StepEvent
+from danlu.spec.event import Event, SpikeEvent, StartEvent, StepEvent
 from danlu.storage.data.shuffle import IntArray
 
 WINDOW = 1 << 12
@@ -29,24 +29,34 @@ def check_sample_continuity(
 
     `length` is that of a sample now; `which` returns the samples and epochs at indices of the order.
     """
-    tokens = _tokens_by_step(history)
+    tokens, passed_over = _tokens_by_step(history)
     if any(number not in tokens for number in range(1, step + 1)):
         return None
     consumed = sum(tokens[number] for number in range(1, step + 1)) // length
+    consumed += sum(samples for rewound_to, samples in passed_over if rewound_to < step)
     return SampleContinuity(
         repeated=max(0, consumed - cursor) + _repeated_near_cursor(cursor, which), skipped=max(0, cursor - consumed)
     )
 
 
-def _tokens_by_step(history: Iterable[Event]) -> dict[int, int]:
-    """Tokens of every step that counts: steps that a restart repeats are dropped."""
+def _tokens_by_step(history: Iterable[Event]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Tokens of every step that counts, and of every rewind its step and the samples that were passed over.
+
+    Steps that a restart or a rewind repeats are dropped; what a rewind passed over comes after the step it went to.
+    """
     tokens: dict[int, int] = {}
+    passed_over: list[tuple[int, int]] = []
     for event in history:
         if isinstance(event, StartEvent):
             tokens = {step: count for step, count in tokens.items() if step <= event.step}
+            passed_over = [rewind for rewind in passed_over if rewind[0] < event.step]
         elif isinstance(event, StepEvent):
             tokens[event.step] = event.tokens
-    return tokens
+        elif isinstance(event, SpikeEvent) and event.rewound_to is not None:
+            tokens = {step: count for step, count in tokens.items() if step <= event.rewound_to}
+            passed_over = [rewind for rewind in passed_over if rewind[0] < event.rewound_to]
+            passed_over.append((event.rewound_to, event.lost_samples))
+    return tokens, passed_over
 
 
 def _repeated_near_cursor(cursor: int, which: Callable[[IntArray], Iterable[Hashable]]) -> int:

@@ -10,7 +10,8 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchSource
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics
-from danlu.spec.event import Event
+from danlu.parallel.batch import Batch
+from danlu.spec.event import EvaluationEvent, Event
 
 
 class DataStage(BatchSource, Protocol):
@@ -39,6 +40,21 @@ class CheckpointStage(Protocol):
 
     def save_if_due(self, state: TrainState, last: bool) -> bool:
         """Save if it is time to, and at the end; whether it was."""
+        ...
+
+    def rewind(self, state: TrainState, at_most: int) -> int | None:
+        """Restore the newest checkpoint of step `at_most` or earlier, and drop later ones; its step, None if none is.
+
+        Called by all ranks together.
+        """
+        ...
+
+
+class EvaluationStage(Protocol):
+    """Loss on held-out data; `Evaluation` is the one of a run."""
+
+    def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
+        """Evaluate if it is time to; called by all ranks together, between two steps."""
         ...
 
 
@@ -70,7 +86,7 @@ class FixedData:
 
     batches: BatchSource
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
+    def at(self, cursor: int) -> Batch:
         """The batch whose first sample is number `cursor`."""
         return self.batches.at(cursor)
 
@@ -93,6 +109,18 @@ class NoCheckpoints:
     def save_if_due(self, state: TrainState, last: bool) -> bool:
         """Never."""
         return False
+
+    def rewind(self, state: TrainState, at_most: int) -> int | None:
+        """There is nothing to go back to."""
+        return None
+
+
+class NoEvaluation:
+    """Evaluates nothing."""
+
+    def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
+        """Never."""
+        return None
 
 
 class IgnoreEvents:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from danlu.framework.ema import ParameterEma
 from danlu.framework.layer_seeds import LayerSeeds, hash_seed
 from danlu.framework.loss_scale import LossScaler
+from danlu.framework.step_guard import StepGuard
 
 
 @dataclass
@@ -32,6 +33,8 @@ class TrainState:
     """The average of the parameters, if the recipe has one."""
     loss_scaler: LossScaler | None = None
     """The scale of the loss, if anything is fp16."""
+    guard: StepGuard = field(default_factory=StepGuard)
+    """Decides which steps are applied; what it learned from earlier ones is part of the state."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that this rank holds a shard of, by global name."""
@@ -71,9 +74,7 @@ class TrainState:
         """Every tensor of the state by global name, the optimizer's included (created first if it has none yet)."""
         if not self.optimizer.state:
             self._prime_optimizer()
-        tensors: dict[str, Tensor] = {}
-        for stage_module in self.stage_modules:
-            tensors |= {f"model.{name}": tensor for name, tensor in stage_module.state_dict().items()}
+        tensors = self.model_tensors()
         moved = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.named_parameters():
             state = self.optimizer.state.get(parameter, {})
@@ -84,9 +85,17 @@ class TrainState:
             tensors |= {f"ema.{name}": mean for name, mean in self.ema.tensors.items()}
         return tensors
 
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The tensors of the model by global name, without the optimizer's."""
+        return {
+            f"model.{name}": tensor
+            for stage_module in self.stage_modules
+            for name, tensor in stage_module.state_dict().items()
+        }
+
     def scalars(self) -> dict[str, Any]:
         """The scalars of the state."""
-        scalars = {"step": self.step, "cursor": self.cursor, "seed": self.seed}
+        scalars = {"step": self.step, "cursor": self.cursor, "seed": self.seed, **self.guard.scalars()}
         if self.ema is not None:
             scalars["ema_updates"] = self.ema.updates
         return scalars | (self.loss_scaler.scalars() if self.loss_scaler else {})
@@ -99,6 +108,7 @@ class TrainState:
                 "the order of the data depends on it"
             )
         self.step, self.cursor = scalars["step"], scalars["cursor"]
+        self.guard.restore(scalars)
         if self.ema is not None:
             self.ema.updates = scalars["ema_updates"]
         if self.loss_scaler:

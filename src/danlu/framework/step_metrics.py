@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.moe import Router
+from danlu.parallel.batch import Batch
 from danlu.parallel.grad_norm import local_squared_norm
 
 
@@ -63,6 +64,19 @@ def all_reduce_metrics(
     mesh.world.all_reduce(shares)
     mesh.world.all_reduce(largest, "max")
     return shares, largest
+
+
+def all_reduce_counted(batch: Batch, mesh: ParallelMesh) -> Tensor | None:
+    """How many targets of the global batch count, so that the loss is divided by them before the backward pass.
+
+    One small all-reduce; none where all targets count (None).
+    """
+    if batch.counted is None:
+        return None
+    counted = torch.tensor(batch.counted, device=mesh.device)
+    if group := mesh.group("replicate", "shard", "cp", "tp"):
+        dist.all_reduce(counted, group=group)
+    return counted // mesh.size("tp")  # ranks of one tp group counted the same targets
 
 
 def update_router_biases(modules: Iterable[nn.Module]) -> None:

@@ -25,8 +25,12 @@ class TensorBoardWriter:
         self._file = AtomicAppendFile(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}")
         self._head = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._head.append(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            self.purge_from(purge_step)
+
+    def purge_from(self, step: int) -> None:
+        """Drop what was added for `step` and later ones, with the next scalars that are added."""
+        start = SessionLog(status=SessionLog.START)
+        self._head.append(Event(wall_time=time.time(), step=step, session_log=start))
 
     def add_scalars(self, step: int, moment: float, scalars: Mapping[str, float]) -> None:
         """Add the scalars of a step; on `OSError` none of them is written."""

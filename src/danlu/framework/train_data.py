@@ -3,10 +3,10 @@
 from queue import SimpleQueue
 
 import torch
-from torch import Tensor
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchLoader
+from danlu.parallel.batch import Batch
 from danlu.spec.recipe import Recipe
 from danlu.spec.run_folder import RunFolder
 from danlu.storage.data.mixture_dataset import MixtureDataset, VersionSwitch, update_version_log
@@ -24,11 +24,18 @@ class TrainData:
         self.dataset = MixtureDataset.from_recipe(
             recipe.data, length, seed, check_sizes=mesh.rank == 0, on_warning=self._warnings.put
         )
-        self._loader = BatchLoader(self.dataset, recipe.batch, recipe.model.vocabulary, mesh)
+        self._loader = BatchLoader(
+            self.dataset,
+            recipe.batch,
+            recipe.model.vocabulary,
+            mesh,
+            document_mask=recipe.data.document_mask,
+            loss_mask=self.dataset.has_loss_mask,
+        )
         self.refresh(cursor)
 
-    def at(self, cursor: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the batch whose first sample is number `cursor`."""
+    def at(self, cursor: int) -> Batch:
+        """The batch whose first sample is number `cursor`."""
         return self._loader.at(cursor)
 
     def pop_warnings(self) -> list[str]:

@@ -53,6 +53,11 @@ def core_flops(
     return 2.0 * batch * pairs * widths
 
 
+def mask_bytes(shard: LayerShard, element_bytes: int) -> float:
+    """Bytes of the mask that keeps documents apart, over full sequences even with `cp`; one serves all layers."""
+    return float(element_bytes) * shard.sequences * shard.length**2
+
+
 def causal_pairs(queries: int, keys: int) -> int:
     """Pairs that a causal mask leaves: what the math needs and fused kernels compute."""
     return queries * (queries + 1) // 2 if queries == keys else queries * keys

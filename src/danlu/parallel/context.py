@@ -5,6 +5,7 @@ sequences, so heads are exchanged for positions: one all-to-all before it, one a
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,11 @@ class UlyssesAttention(nn.Module):
         self.core = core
         self.group = group
 
-    def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor) -> Tensor:
-        """Attend over the sequence of all ranks; the result has the shape of `q_BSHW`."""
+    def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None) -> Tensor:
+        """Attend over the sequence of all ranks; the result has the shape of `q_BSHW`.
+
+        `documents` describes full sequences on every rank, as the core takes it.
+        """
         ranks = self.group.size()
         heads, kv_heads = q_BSHW.shape[2], k_BSKW.shape[2]
         if kv_heads % ranks:
@@ -38,7 +42,7 @@ class UlyssesAttention(nn.Module):
         qkv = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q_BSHW, k_BSKW, v_BSKW)], dim=3)
         full = self._exchange(qkv.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
         sizes = [heads // ranks, k_BSKW.shape[2] // ranks, v_BSKW.shape[2] // ranks]
-        attended = self.core(*full.split(sizes, dim=2))
+        attended = self.core(*full.split(sizes, dim=2), documents)
         back = self._exchange(attended.unflatten(1, (ranks, -1)).movedim(1, 0))
         return back.movedim(0, 2).flatten(2, 3)
 

@@ -15,6 +15,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from danlu.parallel.batch import Batch
+from danlu.parallel.loss import MeanLoss
 from danlu.parallel.pipeline_stage import LazyBufferStage, PendingSends
 from danlu.parallel.send_completion import MicrobatchPass, completed_sends
 from danlu.spec.plan import PipelineSchedule, Plan
@@ -43,7 +45,7 @@ class PipelineRunner:
         stage_modules: Sequence[nn.Module],
         stages: Sequence[int],
         stage_io_meta: Callable[[int], tuple[Tensor, Tensor]],
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: MeanLoss,
         device: torch.device,
         group: ProcessGroup,
     ) -> None:
@@ -55,31 +57,39 @@ class PipelineRunner:
         self.first = 0 in stages
         self.last = plan.num_stages - 1 in stages
         self.sends: PendingSends | None = None
+        self.loss = loss
+        self.counted: Tensor | None = None
         name = plan.pipeline.schedule
         # Gradients are not averaged over microbatches: the loss is already divided by the tokens of the global batch.
         if name in SINGLE_STAGE_SCHEDULES:
             self.schedule: PipelineScheduleSingle | PipelineScheduleMulti = SINGLE_STAGE_SCHEDULES[name](
-                self.stages[0], plan.microbatches, loss_fn=loss, scale_grads=False
+                self.stages[0], plan.microbatches, loss_fn=self._mean_loss, scale_grads=False
             )
         else:
-            looped = looped_schedule(MULTI_STAGE_SCHEDULES[name], list(self.stages), plan.microbatches, loss)
+            looped = looped_schedule(MULTI_STAGE_SCHEDULES[name], list(self.stages), plan.microbatches, self._mean_loss)
             self.sends = PendingSends(completed_sends(compute_passes(looped), group.rank()))
             self.schedule = looped
             for stage in self.stages:
                 stage.sends = self.sends
         self._step_options = discard_outputs(self.schedule)
 
-    def __call__(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def __call__(self, batch: Batch, counted: Tensor | None = None) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, zero without the last stage."""
         losses: list[Tensor] = []
-        inputs = (tokens_BS,) if self.first else ()
+        inputs = (batch.tokens,) if self.first else ()
+        # Every stage is given its microbatches' positions by its own rank: nothing but hidden states is sent.
+        options = self._step_options | batch.model_inputs
+        self.counted = counted
         if self.last:
-            self.schedule.step(*inputs, target=targets_BS, losses=losses, **self._step_options)
+            self.schedule.step(*inputs, target=batch.targets, losses=losses, **options)
         else:
-            self.schedule.step(*inputs, **self._step_options)
+            self.schedule.step(*inputs, **options)
         if self.sends is not None:
             self.sends.wait_all()
-        return torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=tokens_BS.device)
+        return torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=batch.tokens.device)
+
+    def _mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(logits, targets, self.counted)
 
 
 def compute_passes(schedule: Any) -> list[list[MicrobatchPass]]:

@@ -104,10 +104,11 @@ class PricedPlan:
 def software_for(
     request: PlanRequest, recompute: PlanRecompute, *, regather_inputs: bool = False, compiled: bool = False
 ) -> Software:
-    """Danlu's own software traits, with the recipe's precision."""
+    """Danlu's own software traits, with the recipe's precision and document mask."""
     precision = request.recipe.precision
     return replace(
         DANLU,
+        document_mask=request.recipe.data.document_mask,
         keep_gathered_inputs=not regather_inputs,
         eager=not compiled,
         recompute=plan_recompute(recompute, request.model.layers),

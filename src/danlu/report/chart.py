@@ -51,6 +51,8 @@ class ChartMarkers:
     saved: Sequence[int] = ()
     resumed: Sequence[int] = ()
     skipped: Sequence[int] = ()
+    spikes: Sequence[tuple[int, str]] = ()
+    """Steps of spikes, and what happened at each."""
 
 
 @dataclass(frozen=True)
@@ -247,11 +249,14 @@ def _dot(curve: ChartSeries, point: Point, to_pixels: Callable[[Point], Point]) 
 
 
 def _event_markers(marks: ChartMarkers, across: Scale, steps: tuple[int, int], height: int) -> list[str]:
-    """Checkpoints as ticks at the bottom, restarts as lines through the chart, skipped steps at the top."""
+    """Checkpoints as ticks at the bottom, restarts and spikes as lines through the chart, skipped steps at the top."""
+
+    def line(name: str, title: str, step: int, top: float, bottom: float) -> str:
+        x = across(step)
+        return f'<path class="{name}" d="M{x:.1f} {top}V{bottom}"><title>{escape(title)}</title></path>'
 
     def vertical(name: str, label: str, step: int, top: float, bottom: float) -> str:
-        x = across(step)
-        return f'<path class="{name}" d="M{x:.1f} {top}V{bottom}"><title>{label} step {step}</title></path>'
+        return line(name, f"{label} step {step}", step, top, bottom)
 
     def inside(some: Sequence[int]) -> list[int]:
         ordered = sorted(some)
@@ -260,6 +265,7 @@ def _event_markers(marks: ChartMarkers, across: Scale, steps: tuple[int, int], h
     return [
         *(vertical("resumed", "resumed from", step, 0, height) for step in inside(marks.resumed)),
         *(vertical("saved", "checkpoint at", step, height - 7, height) for step in inside(marks.saved)),
+        *(line("spike", text, step, 0, height) for step, text in marks.spikes if steps[0] <= step <= steps[1]),
         *(vertical("skipped", "update skipped at", step, 0, 9) for step in inside(marks.skipped)),
     ]
 

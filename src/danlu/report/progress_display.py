@@ -13,10 +13,22 @@ from rich.text import Text
 
 from danlu.report import formatting
 from danlu.report.checkpoints import format_save, format_save_estimate, resume_rows
+from danlu.report.evaluations import format_evaluation
 from danlu.report.event_tail import EventTail
 from danlu.report.run_history import RunHistory
+from danlu.report.spikes import format_spike
 from danlu.report.terminal import Console
-from danlu.spec import Event, PreflightEvent, ResumeEvent, RunFolder, SaveEvent, StartEvent, StepEvent, WarningEvent
+from danlu.spec import (
+    Event,
+    PreflightEvent,
+    ResumeEvent,
+    RunFolder,
+    SaveEvent,
+    SpikeEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
 from danlu.spec.event import parse_known_events
 
 _SLOW_PHASE_SECONDS = 10.0
@@ -49,6 +61,8 @@ class ProgressDisplay:
         self._warned: set[str] = set()
         self._reported_problems = 0
         self._phase, self._phase_since, self._phase_printed = "", clock(), False
+        self._phase_over = False
+        """Whether a step was done since the phase was reported."""
         self.history.add(self._tail.poll())
 
     def __enter__(self) -> "ProgressDisplay":
@@ -62,11 +76,14 @@ class ProgressDisplay:
     def update(self, unwritten: Iterable[str] = (), phase: str = "") -> None:
         """Read and show new events, and `unwritten` ones that could not be written to a full disk.
 
-        `phase` is what the processes do until their first step is done.
+        `phase` is what the processes do until their next step is done.
         """
         fresh = [*self._tail.poll(), *parse_known_events(unwritten, self._tail.unknown)]
         if phase != self._phase:
             self._phase, self._phase_since, self._phase_printed = phase, self._clock(), False
+            self._phase_over = False
+        elif any(isinstance(event, StepEvent) for event in fresh):
+            self._phase_over = True
         self.history.add(fresh)
         self._under_way |= any(isinstance(event, StartEvent | StepEvent) for event in fresh)
         self._print_events(fresh)
@@ -87,15 +104,20 @@ class ProgressDisplay:
             self._print_line(last=True)
 
     def _print_events(self, fresh: list[Event]) -> None:
-        """Print every new warning once, above the line; a resume with its verification, and the cost of saving."""
-        self._saved = next((event for event in reversed(fresh) if isinstance(event, SaveEvent)), self._saved)
+        """Print every new warning once, above the line; also spikes, resumes as verified, and the cost of saving."""
         for event in fresh:
-            if isinstance(event, ResumeEvent):
+            if isinstance(event, SaveEvent):
+                self._saved = event
+            elif isinstance(event, ResumeEvent):
                 self._console.print(Text(f"resumed from step {event.step:,}", style="bold"))
                 for name, text in resume_rows(event):
                     self._console.print(Text.assemble((f"  {name:<9}", "dim"), text), soft_wrap=True)
             elif isinstance(event, PreflightEvent):
                 self._console.print(Text(format_save_estimate(event), style="dim"), soft_wrap=True)
+            elif isinstance(event, SpikeEvent):
+                self._console.print(Text.assemble(("spike   ", "red"), format_spike(event)), soft_wrap=True)
+                if event.rewound_to is not None:
+                    self._saved = None  # a rewind deletes later checkpoints
         messages = [f"rank {event.rank}: {event.message}" for event in fresh if isinstance(event, WarningEvent)]
         messages += [str(problem) for problem in self._tail.problems[self._reported_problems :]]
         self._reported_problems = len(self._tail.problems)
@@ -120,8 +142,10 @@ class ProgressDisplay:
             Text(_format_eta(self.history), style="dim"),
         )
         line = Text.assemble(("loss ", "dim"), *_figures(self.history), overflow="ellipsis", no_wrap=True)
-        if not recent_steps(self.history) and self._phase:
+        if self._phase and not self._phase_over:
             line = Text(self._format_phase(), style="dim", overflow="ellipsis", no_wrap=True)
+        if self.history.evaluated:
+            line.append(f"  {format_evaluation(self.history.evaluations[-1])}")
         if self._saved:
             line.append(f"  {format_save(self._saved)}", "dim")
         self._screen.update(Group(bar, line), refresh=True)
@@ -130,8 +154,8 @@ class ProgressDisplay:
         return f"{self._phase} … {self._clock() - self._phase_since:.0f} s" if self._phase else ""
 
     def _print_phase(self) -> None:
-        """A plain line, once, for a slow phase before the first step."""
-        waits = self._phase and not (self._under_way and recent_steps(self.history))
+        """A plain line, once, for a slow phase: before the first step, or an evaluation."""
+        waits = self._phase and not self._phase_over
         if waits and not self._phase_printed and self._clock() - self._phase_since >= _SLOW_PHASE_SECONDS:
             self._phase_printed = True
             self._console.print(Text(self._format_phase(), style="dim"), soft_wrap=True)
@@ -146,6 +170,7 @@ class ProgressDisplay:
         self._printed_step, self._printed_at = step, now
         figures = "".join(item if isinstance(item, str) else item[0] for item in _figures(self.history))
         line = f"step {_format_progress(self.history)}  loss {figures}"
+        line += f"  {format_evaluation(self.history.evaluations[-1])}" if self.history.evaluated else ""
         line += f"  {format_save(self._saved)}" if self._saved else ""
         left = _format_eta(self.history)
         self._console.print(
@@ -154,8 +179,8 @@ class ProgressDisplay:
 
 
 def recent_steps(history: RunHistory) -> list[StepEvent]:
-    """The newest steps of the newest start: they show how the run performs now."""
-    done = history.step - history.start.step if history.start else history.step
+    """The newest steps since the last start or rewind: they show how the run performs now."""
+    done = history.step - history.continued_from
     return history.last_steps(min(RECENT_STEPS, done)) if done > 0 else []
 
 
@@ -216,7 +241,7 @@ def _figures(history: RunHistory) -> list[str | tuple[str, str]]:
     figures: list[str | tuple[str, str]] = [(shown, "bold"), (f" {direction}" if direction else "", style)]
     figures += [f"  {formatting.count(pace)} tokens/s", _format_mfu(mfu, start), f"  {formatting.size(last.memory)}"]
     if not last.committed:
-        figures.append(("  update skipped", "red"))
+        figures.append((f"  update skipped{f': {last.reason}' if last.reason else ''}", "red"))
     return figures
 
 

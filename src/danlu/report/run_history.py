@@ -11,12 +11,14 @@ from typing import Literal
 from danlu.report.event_tail import EventTail
 from danlu.spec import (
     EndEvent,
+    EvaluationEvent,
     Event,
     PreflightEvent,
     Problem,
     ResumeEvent,
     RunFolder,
     SaveEvent,
+    SpikeEvent,
     StartEvent,
     StepEvent,
     WarningEvent,
@@ -42,15 +44,19 @@ class StartStats:
 
 @dataclass
 class RunHistory:
-    """What happened so far. A step repeated after a restart counts once, with its last values."""
+    """What happened so far. A step repeated after a restart or a rewind counts once, with its last values."""
 
     starts: list[StartEvent] = field(default_factory=list)
     saves: dict[int, SaveEvent] = field(default_factory=dict)
     """By step; a step saved again after a restart counts once."""
+    evaluated: dict[int, EvaluationEvent] = field(default_factory=dict)
+    """By step; a step evaluated again after a restart counts once."""
     resumes: list[ResumeEvent] = field(default_factory=list)
     """Every resume from a checkpoint, with its verification."""
     preflight: PreflightEvent | None = None
     """What the newest start measured about saving."""
+    spikes: list[SpikeEvent] = field(default_factory=list)
+    """Every spike that was found, those of a branch that was left included."""
     warnings: list[WarningEvent] = field(default_factory=list)
     end: EndEvent | None = None
     """How the run ended; None while it runs, or if every process was killed."""
@@ -61,13 +67,19 @@ class RunHistory:
     skipped_events: str = ""
     """How many events of which kinds were skipped because only a newer Danlu knows them; empty if none was."""
     lost_steps: int = 0
-    """Steps that were reported, then repeated from an earlier checkpoint."""
+    """Steps that were reported, then repeated from an earlier checkpoint after a restart."""
+    rewound_steps: int = 0
+    """Steps that were reported, then left by a rewind after a spike."""
+    continued_from: int = 0
+    """The step after which the newest steps follow each other without a restart or a rewind."""
     last_event: float | None = None
     """Time of the newest event, in seconds since the epoch."""
     _reports: dict[int, StepEvent] = field(default_factory=dict)
     _started: dict[int, StartEvent] = field(default_factory=dict)
     """The start each step belongs to: a run may resume on another number of chips, with another peak."""
     _order: list[int] = field(default_factory=list)
+    _passed_over: list[tuple[int, int]] = field(default_factory=list)
+    """Of every rewind that counts, its step and the samples that were passed over after it."""
     _spans: list[tuple[float, float]] = field(default_factory=list)
     """First and last event of every start: the time between two starts is not counted."""
 
@@ -95,8 +107,12 @@ class RunHistory:
                     self._started[event.step] = self.starts[-1]
             case StartEvent():
                 self._restart(event)
+            case SpikeEvent():
+                self._add_spike(event)
             case SaveEvent():
                 self.saves[event.step] = event
+            case EvaluationEvent():
+                self.evaluated[event.step] = event
             case ResumeEvent():
                 self.resumes.append(event)
             case PreflightEvent():
@@ -106,20 +122,41 @@ class RunHistory:
 
     def _restart(self, event: StartEvent) -> None:
         """Drop the steps beyond the one that the run resumes from."""
-        kept = bisect_right(self._order, event.step)
-        for step in self._order[kept:]:
-            del self._reports[step]
-            self._started.pop(step, None)
-        self.lost_steps += len(self._order) - kept
-        del self._order[kept:]
+        self.lost_steps += self._drop_steps_after(event.step)
         self.starts.append(event)
         self._spans.append((event.time, event.time))
         self.end = None
+
+    def _add_spike(self, event: SpikeEvent) -> None:
+        """Add a spike; a rewind leaves the steps and checkpoints beyond the one that it went back to."""
+        self.spikes.append(event)
+        if event.rewound_to is not None:
+            self.rewound_steps += self._drop_steps_after(event.rewound_to)
+            self._passed_over.append((event.rewound_to, event.lost_samples))
+            self.saves = {step: saved for step, saved in self.saves.items() if step <= event.rewound_to}
+
+    def _drop_steps_after(self, last: int) -> int:
+        """Drop the reports of later steps; how many there were."""
+        kept = bisect_right(self._order, last)
+        dropped = self._order[kept:]
+        for step in dropped:
+            del self._reports[step]
+            self._started.pop(step, None)
+        del self._order[kept:]
+        self._passed_over = [rewind for rewind in self._passed_over if rewind[0] < last]  # its samples come after it
+        self.evaluated = {step: each for step, each in self.evaluated.items() if step <= last}
+        self.continued_from = last
+        return len(dropped)
 
     @property
     def steps(self) -> list[StepEvent]:
         """The reports that count, in order of their steps."""
         return [self._reports[step] for step in self._order]
+
+    @property
+    def evaluations(self) -> list[EvaluationEvent]:
+        """Losses on held-out data, in order of their steps."""
+        return [self.evaluated[step] for step in sorted(self.evaluated)]
 
     @property
     def start(self) -> StartEvent | None:
@@ -166,6 +203,15 @@ class RunHistory:
         return [step for step in self._order if not self._reports[step].committed]
 
     @property
+    def rewinds(self) -> list[SpikeEvent]:
+        """Spikes after which the run went back, those of a branch that was left included."""
+        return [spike for spike in self.spikes if spike.rewound_to is not None]
+
+    def samples_passed_over(self, step: int) -> int:
+        """Samples before those of `step` that no step of the run as it is now has read: rewinds passed over them."""
+        return sum(samples for rewound_to, samples in self._passed_over if rewound_to < step)
+
+    @property
     def resume_steps(self) -> list[int]:
         """Steps from which the run was resumed."""
         return [start.step for start in self.starts[1:]]
@@ -179,6 +225,12 @@ class RunHistory:
     def tokens(self) -> int:
         """Tokens of all steps that count."""
         return sum(report.tokens for report in self._reports.values())
+
+    @property
+    def counted_tokens(self) -> int:
+        """Of these, tokens whose prediction the loss counts."""
+        reports = self._reports.values()
+        return sum(report.tokens if report.counted is None else report.counted for report in reports)
 
     @property
     def start_of_last_step(self) -> StartEvent | None:

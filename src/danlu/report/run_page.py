@@ -9,12 +9,16 @@ from typing import TypeVar
 from danlu.report import formatting
 from danlu.report.chart import ChartMarkers, ChartSeries, byte_unit, render_chart, render_swatches
 from danlu.report.checkpoints import resumes_card, saves_card, starts_card
+from danlu.report.evaluations import evaluation_series, evaluations_card
 from danlu.report.layout_section import layout_section
 from danlu.report.page_template import LOGO, facts_list, format_time, page_footer, render_document, tile_row
 from danlu.report.precision_text import format_run_precision, format_start_peak
 from danlu.report.run_history import RunHistory, read_run_history
+from danlu.report.samples import read_samples, samples_section
+from danlu.report.spikes import format_spike, spikes_card
 from danlu.spec import Cluster, Plan, Recipe, RunFolder, SpecError, load_cluster, load_plan, load_recipe
 from danlu.spec.files import read_text
+from danlu.spec.samples import SampleSet
 
 D = TypeVar("D")
 
@@ -27,9 +31,11 @@ def write_run_page(run: RunFolder) -> Path:
     plan = _read(run.plan, load_plan, notes)
     cluster = _read(run.cluster, lambda path: load_cluster(str(path)), notes) if run.cluster.exists() else None
     notes += [*(str(problem) for problem in history.problems), *filter(None, [history.skipped_events])]
+    samples, unreadable = read_samples(run)
+    notes += unreadable
     if history.mfu is not None and history.mfu > 1:
         notes.append("MFU is above 100 %, so its reference peak is too low: measure the peak with `danlu probe`.")
-    text = _page(run, history, recipe, plan, cluster, notes)
+    text = _page(run, history, recipe, plan, cluster, samples, notes)
     # a browser that reloads while the run continues must never see a partial page
     unfinished = run.report.with_suffix(".html.part")
     unfinished.write_text(text, encoding="utf-8")
@@ -55,6 +61,7 @@ def _page(
     recipe: Recipe | None,
     plan: Plan | None,
     cluster: Cluster | None,
+    samples: list[SampleSet],
     notes: list[str],
 ) -> str:
     body = [
@@ -62,8 +69,11 @@ def _page(
         _tiles(history, cluster),
         starts_card(history),
         _charts(history),
+        evaluations_card(history),
+        samples_section(samples),
         f"<h2>Layout</h2>{layout_section(plan, recipe, cluster)}" if plan else "",
         _warnings(history, notes),
+        spikes_card(history.spikes),
         resumes_card(history),
         saves_card(history),
         _files(run),
@@ -126,6 +136,9 @@ def _tiles(history: RunHistory, cluster: Cluster | None) -> str:
     time_note = f"after {restarts} restart{'s' * (restarts != 1)}" if restarts > 0 else ""
     if history.lost_steps:
         time_note += f", {history.lost_steps:,} steps repeated"
+    if history.rewound_steps:
+        left = f"{history.rewound_steps:,} steps undone by rewinds"
+        time_note = f"{time_note}, {left}" if time_note else left
     tiles = [
         ("Final loss" if history.end else "Loss", formatting.loss(history.loss), below),
         ("Tokens per second", formatting.count(history.tokens_per_second), _format_median_note(history)),
@@ -158,7 +171,12 @@ def _charts(history: RunHistory) -> str:
     if not steps:
         return ""
     across = (steps[0].step - 1, steps[-1].step)
-    marks = ChartMarkers(saved=sorted(history.saves), resumed=history.resume_steps, skipped=history.skipped_steps)
+    marks = ChartMarkers(
+        saved=sorted(history.saves),
+        resumed=history.resume_steps,
+        skipped=history.skipped_steps,
+        spikes=[(spike.step, format_spike(spike)) for spike in history.spikes],
+    )
     figures = [
         render_chart(
             curve,
@@ -186,6 +204,7 @@ def _curves(history: RunHistory) -> list[ChartSeries]:
             log_ratio=3,
             reference=unigram,
         ),
+        *evaluation_series(history),
         ChartSeries(
             name="speed",
             title="Tokens per second",
@@ -243,6 +262,7 @@ def _legend(marks: ChartMarkers) -> str:
         ("saved", f"{len(marks.saved):,} checkpoint{'s' * (len(marks.saved) != 1)}", marks.saved),
         ("resumed", f"resumed {len(marks.resumed):,} time{'s' * (len(marks.resumed) != 1)}", marks.resumed),
         ("skipped", f"{len(marks.skipped):,} update{'s' * (len(marks.skipped) != 1)} skipped", marks.skipped),
+        ("spike", f"{len(marks.spikes):,} spike{'s' * (len(marks.spikes) != 1)}", marks.spikes),
     ]
     shown = render_swatches((name, text) for name, text, some in entries if some)
     return f'<p class="key soft">{shown}</p>' if shown else ""

@@ -12,8 +12,10 @@ from rich.table import Table
 
 from danlu.report import formatting
 from danlu.report.checkpoints import format_samples, format_short_duration, format_tensor_count
+from danlu.report.evaluations import describe_evaluation
 from danlu.report.precision_text import format_run_precision, format_start_peak
 from danlu.report.run_history import RunHistory, RunState, read_run_history
+from danlu.report.spikes import format_spike_totals
 from danlu.spec import Recipe, RunFolder, SpecError, load_recipe
 from danlu.spec.problem import problem_at, suggest_name
 
@@ -61,6 +63,12 @@ class RunSummary:
     steps: int | None
     loss: float | None
     baseline_loss: float | None
+    held_out_loss: float | None
+    """Newest loss over the tokens of all held-out data sets; None if the run evaluated none."""
+    held_out: dict[str, float] | None
+    """The same of each data set."""
+    held_out_step: int | None
+    """Step of that evaluation."""
     loss_curve: str
     """The loss so far in a few characters."""
     tokens: int
@@ -74,6 +82,9 @@ class RunSummary:
     seconds: float
     skipped_steps: int
     lost_steps: int
+    spikes: int
+    rewound_steps: int
+    """Steps that rewinds after spikes left."""
     warnings: int
     mixture: tuple[DataShare, ...]
     """The data sets that the recipe mixes; empty if it names one."""
@@ -122,7 +133,7 @@ def find_run(name: str, folder: Path) -> RunFolder:
 def summarize_run(run: RunFolder) -> RunSummary:
     """Read one run."""
     history = read_run_history(run)
-    start = history.start
+    start, evaluations = history.start, history.evaluations
     recipe, errors = _recipe(run)
     unreadable = [f"{len(history.problems)} unreadable lines in {run.events.name}"] if history.problems else []
     unreadable += filter(None, [history.skipped_events])
@@ -140,6 +151,9 @@ def summarize_run(run: RunFolder) -> RunSummary:
         steps=start.steps if start else None,
         loss=history.loss,
         baseline_loss=history.baseline_loss,
+        held_out_loss=evaluations[-1].loss if evaluations else None,
+        held_out=dict(evaluations[-1].losses) if evaluations else None,
+        held_out_step=evaluations[-1].step if evaluations else None,
         loss_curve=formatting.sparkline([step.loss for step in history.steps if isfinite(step.loss)], SPARKLINE_WIDTH),
         tokens=history.tokens,
         tokens_per_second=history.tokens_per_second,
@@ -151,6 +165,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
         seconds=history.running_seconds,
         skipped_steps=len(history.skipped_steps),
         lost_steps=history.lost_steps,
+        spikes=len(history.spikes),
+        rewound_steps=history.rewound_steps,
         warnings=len(history.warnings),
         mixture=_mixture(recipe),
         message="; ".join(
@@ -191,7 +207,12 @@ def runs_table(summaries: list[RunSummary], *, width: int, now: float | None = N
     table.add_column("state", min_width=len("not started"))
     if is_wide:
         table.add_column("model", no_wrap=True)
-    for title, justify in (("step", True), ("loss", False), ("tokens/s", True), ("dtype", False), ("time", True)):
+    evaluated = any(run.held_out for run in summaries)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("loss", no_wrap=True)
+    if evaluated:
+        table.add_column("held out", justify="right", no_wrap=True)
+    for title, justify in (("tokens/s", True), ("dtype", False), ("time", True)):
         table.add_column(title, justify="right" if justify else "left", no_wrap=True)
     if is_wide:
         table.add_column("started", no_wrap=True)
@@ -202,6 +223,7 @@ def runs_table(summaries: list[RunSummary], *, width: int, now: float | None = N
             *([escape(run.model or formatting.MISSING)] if is_wide else []),
             f"{run.step:,}/{run.steps:,}" if run.steps is not None else formatting.MISSING,
             f"{formatting.loss(run.loss)} [yellow]{run.loss_curve}[/]".strip(),
+            *([formatting.loss(run.held_out_loss)] if evaluated else []),
             formatting.count(run.tokens_per_second),
             (run.precision or formatting.MISSING).partition(" ")[0],
             formatting.duration(run.seconds) if run.started is not None else formatting.MISSING,
@@ -249,13 +271,14 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
         ("run", f"[bold]{escape(run.name)}[/] [{_STATE_STYLE[history.state]}]{history.state}[/]"),
         ("steps", steps),
         ("loss", _format_loss(history)),
+        *([("held out", escape(describe_evaluation(history.evaluations[-1])))] if history.evaluated else []),
         ("tokens/s", f"{formatting.count(history.tokens_per_second)} (median step){computed}"),
         (
             "MFU",
             f"{formatting.percent(history.mfu)} of {format_start_peak(paced_by)}" if paced_by else formatting.MISSING,
         ),
         ("memory", f"{formatting.size(history.memory)} on the fullest rank"),
-        ("tokens", formatting.count(history.tokens)),
+        ("tokens", _format_tokens(history)),
         ("time", formatting.duration(history.running_seconds)),
     ]
     if mixture := _mixture(recipe):
@@ -266,6 +289,8 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
         event = history.resumes[-1]
         verified = f"{format_tensor_count(event)} tensors equal, {format_samples(event)}"
         rows.append(("resumed", f"from step {event.step:,}: {verified}"))
+    if history.spikes:
+        rows.append(("spikes", format_spike_totals(history.spikes)))
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings):,}"))
     if history.end and history.end.message:
@@ -275,6 +300,14 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
     if run.report.exists():
         rows.append(("page", escape(str(formatting.relative_path(run.report)))))
     return rows
+
+
+def _format_tokens(history: RunHistory) -> str:
+    """Tokens read, and how many of them the loss counted if it did not count all."""
+    read, counted = history.tokens, history.counted_tokens
+    if read == counted:
+        return formatting.count(read)
+    return f"{formatting.count(read)}, of which the loss counted {formatting.count(counted)}"
 
 
 def _format_saves(history: RunHistory) -> str:

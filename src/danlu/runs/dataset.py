@@ -6,11 +6,11 @@ from danlu.report.progress_bar import progress_bar
 from danlu.report.terminal import Console, print_warning
 from danlu.spec import Recipe, SpecError, toml
 from danlu.spec.load import ParsedSpec
-from danlu.spec.problem import format_key
-from danlu.spec.recipe import DataSource
+from danlu.spec.problem import format_key, problem_at
+from danlu.spec.recipe import ShardSource
 from danlu.spec.rules.data import is_remote
 from danlu.storage.data.build import BuildResult, build_dataset
-from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex
+from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex, read_index
 from danlu.storage.data.mixture_dataset import MixtureDataset
 from danlu.storage.data.open_shards import open_shards
 from danlu.storage.data.tokenizer import Tokenizer, open_tokenizer
@@ -26,12 +26,20 @@ def ensure_dataset(recipe: ParsedSpec[Recipe], console: Console) -> None:
     for number, source in enumerate(data.datasets):
         key_path = ("data", "sources", number, "shards") if data.sources else ("data", "shards")
         _ensure_source(recipe, key_path, source, tokenizer, console)
+    ensure_held_out(recipe, console)
     # raises if it has not one sample
     MixtureDataset.from_recipe(data, value.batch.length, value.seed, on_warning=print_warning)
 
 
+def ensure_held_out(recipe: ParsedSpec[Recipe], console: Console) -> None:
+    """The same for the recipe's held-out data sets."""
+    tokenizer = open_tokenizer(recipe.value.data.tokenizer)
+    for number, held_out in enumerate(recipe.value.evaluation.data):
+        _ensure_source(recipe, ("evaluation", "data", number, "shards"), held_out, tokenizer, console)
+
+
 def _ensure_source(
-    recipe: ParsedSpec[Recipe], key_path: toml.KeyPath, source: DataSource, tokenizer: Tokenizer, console: Console
+    recipe: ParsedSpec[Recipe], key_path: toml.KeyPath, source: ShardSource, tokenizer: Tokenizer, console: Console
 ) -> None:
     """Build one data set of the recipe if it does not exist yet, and check that it has the recipe's tokenizer."""
     folder = Path(source.shards)
@@ -65,6 +73,7 @@ def build_line(folder: Path, built: BuildResult) -> str:
     return (
         f"{folder}: {index.documents:,} documents, {index.tokens:,} tokens, {shard_count(index)}"
         f" in {built.seconds:.1f} s, unigram loss {index.unigram_loss:.4f}"
+        + (f", the loss counts {index.counted:,} tokens of answers" if index.has_loss_mask else "")
         + (f", version {len(index.editions) - 1}" if len(index.editions) > 1 else "")
         + (f" ({built.resumed_shards} shards reused from an interrupted build)" if built.resumed_shards else "")
     )
@@ -73,3 +82,24 @@ def build_line(folder: Path, built: BuildResult) -> str:
 def shard_count(index: DatasetIndex) -> str:
     """Its number of shards, in words."""
     return f"{len(index.shards):,} shard{'s' if len(index.shards) > 1 else ''}"
+
+
+def open_run_tokenizer(recipe: Recipe) -> tuple[Tokenizer, int]:
+    """The tokenizer of a run, and the token that ends a document of its data.
+
+    One that changed since the data was built is an error; a warning says so if the data is out of reach.
+    """
+    tokenizer = open_tokenizer(recipe.data.tokenizer)
+    path = Path(recipe.data.tokenizer)
+    if tokenizer.vocabulary > recipe.model.vocabulary:
+        message = f"has token ids up to {tokenizer.vocabulary - 1}, but `model.vocabulary` is {recipe.model.vocabulary}"
+        raise SpecError([problem_at(path, 1, "tokenizer", message, "the tokenizer that the run was trained with")])
+    folders = [source.shards for source in recipe.data.datasets if not is_remote(source.shards)]
+    indexes = {folder: read_index(Path(folder)) for folder in folders if (Path(folder) / INDEX_FILE).is_file()}
+    for folder, index in indexes.items():
+        if index.tokenizer != tokenizer.name:
+            message = f'is "{tokenizer.name}", but {folder} was built with "{index.tokenizer}"'
+            raise SpecError([problem_at(path, 1, "tokenizer", message, "restore the file as it was")])
+    if not indexes:
+        print_warning("the run's data is not here, so that its tokenizer cannot be compared with the recipe's")
+    return tokenizer, next((index.end_of_text for index in indexes.values()), tokenizer.end_of_text)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from danlu.spec import EndEvent, RunFolder, StepEvent
+from danlu.spec import EndEvent, RunFolder, SpikeEvent, StartEvent, StepEvent
 
 EXIT_STOPPED = 3
 """Exit code of a run that was stopped before its last step: a shell does not run what follows `&&`."""
@@ -84,6 +84,11 @@ def follow(
 
 def record_end(run: RunFolder, outcome: Literal["failed", "stopped"], message: str) -> None:
     """Append the end of a run whose rank 0 could not record it itself."""
-    step = max((event.step for event in run.read_events() if isinstance(event, StepEvent)), default=0)
+    step = 0
+    for event in run.read_events():
+        if isinstance(event, StartEvent | StepEvent):
+            step = event.step
+        elif isinstance(event, SpikeEvent) and event.rewound_to is not None:
+            step = event.rewound_to
     with run.events.open("a") as events:
         events.write(EndEvent(time=time.time(), step=step, outcome=outcome, message=message).model_dump_json() + "\n")

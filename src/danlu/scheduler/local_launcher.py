@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +34,11 @@ class LocalLauncher:
 
     poll_seconds = 0.1
 
-    def __init__(self, run: RunFolder, world: int, lock: RunLock | None = None) -> None:
-        self.run, self.world_size = run, world
+    def __init__(
+        self, run: RunFolder, world: int, lock: RunLock | None = None, *, worker_options: Sequence[str] = ()
+    ) -> None:
+        """`worker_options` are passed to every rank's worker."""
+        self.run, self.world_size, self.worker_options = run, world, tuple(worker_options)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.links = RankLinks()
         self.stop_requested = False
@@ -76,6 +80,7 @@ class LocalLauncher:
         threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
         command = [sys.executable, "-m", "danlu.cli.worker", str(self.run.path), "--store", store]
         command += ["--rank", str(rank), "--world", str(self.world_size), "--local-rank", str(rank), "--locked"]
+        command += self.worker_options
         with self.links.open_link() as link, self.log_path(rank).open("ab") as log:
             command += ["--single-host-threads", str(threads), "--launcher-link", str(link.fileno())]
             inherited = (link.fileno(), *([self._lock.descriptor] if self._lock else ()))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from math import nan
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -56,7 +57,7 @@ class StepEvent(SpecModel):
     step: BoundedInt
     """Steps done, this one included."""
     loss: float
-    """Mean cross-entropy over all tokens of the global batch."""
+    """Mean cross-entropy over all tokens of the global batch that are counted."""
     norm: float
     """Norm of the global gradient before clipping."""
     learning_rate: float
@@ -66,11 +67,67 @@ class StepEvent(SpecModel):
     memory: BoundedInt
     """Largest memory of any rank so far, in bytes."""
     committed: bool = True
-    """False when loss or norm was not finite and the update was skipped."""
+    """False when the update was skipped; `reason` says why."""
+    reason: Literal["", "not finite", "spike"] = ""
+    """What was unusual about loss or norm; a spike is described by an event of its own."""
     loss_scale: FiniteFloat | None = None
     """Scale of the loss in this step, where anything is fp16; a step that overflowed was not committed."""
     imbalance: float | None = None
     """Load of the busiest expert over the mean, averaged over the expert layers."""
+    counted: BoundedInt | None = None
+    """Tokens of this step whose prediction counts in the loss; None if all of them do."""
+
+
+class EvaluationEvent(SpecModel):
+    """Loss on held-out data, the same at every layout."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    time: Timestamp
+    step: BoundedInt
+    """Steps done."""
+    losses: dict[str, float]
+    """Mean cross-entropy by data set, in nats per token."""
+    tokens: dict[str, BoundedInt]
+    """Tokens of each data set that were predicted."""
+    seconds: FiniteFloat
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens of all data sets."""
+        total = sum(self.tokens.values())
+        return sum(self.losses[name] * count for name, count in self.tokens.items()) / total if total else nan
+
+
+class SpikeEvent(SpecModel):
+    """Loss or gradient norm of a step was beyond the run's own statistics: what was done, and what it cost."""
+
+    kind: Literal["spike"] = "spike"
+    time: Timestamp
+    step: BoundedInt
+    """The step, as in its own event."""
+    metric: Literal["loss", "norm"]
+    """The metric that was furthest beyond its limit."""
+    value: float
+    expected: FiniteFloat
+    """What the steps before it let expect."""
+    limit: FiniteFloat
+    """The largest value that is no spike."""
+    sigmas: float
+    """Robust standard deviations between the expected value and this one."""
+    action: Literal["warned", "skipped", "rewound"]
+    """The update was applied, or skipped, or the run went back to an earlier checkpoint."""
+    rewound_to: BoundedInt | None = None
+    """Step of that checkpoint. Events of later steps before this one are of a branch that was left."""
+    first_sample: BoundedInt = 0
+    """Index of the first sample of the step's batch."""
+    lost_steps: BoundedInt = 0
+    """Steps whose updates are lost, this one included."""
+    lost_samples: BoundedInt = 0
+    """Samples that were read for them, and are not read again."""
+    lost_seconds: FiniteFloat = 0.0
+    """Time that was spent on them, and on reading the checkpoint."""
+    note: str = ""
+    """Why less was done than the policy says; empty if it was done."""
 
 
 class SaveEvent(SpecModel):
@@ -168,7 +225,16 @@ class EndEvent(SpecModel):
 
 
 Event = Annotated[
-    StartEvent | StepEvent | SaveEvent | ResumeEvent | PreflightEvent | WarningEvent | RankFailureEvent | EndEvent,
+    StartEvent
+    | StepEvent
+    | EvaluationEvent
+    | SpikeEvent
+    | SaveEvent
+    | ResumeEvent
+    | PreflightEvent
+    | WarningEvent
+    | RankFailureEvent
+    | EndEvent,
     Field(discriminator="kind"),
 ]
 _MAX_LISTED_KINDS, _MAX_KIND_LENGTH = 4, 40

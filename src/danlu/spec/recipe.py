@@ -10,6 +10,7 @@ from danlu.spec.description import MAX_COUNT, PositiveInt, SpecModel, TupleOf
 from danlu.spec.model import Model, SequenceLength
 from danlu.spec.names import Name
 from danlu.spec.quantity import Bytes
+from danlu.spec.spikes import SpikeConfig
 
 MODEL_TAGS = ("described", "own")
 """The two ways to specify a model: by its shape, or by the code that builds it."""
@@ -35,15 +36,20 @@ def has_experts(model: Model | CustomModel) -> bool:
     return isinstance(model, Model) and model.moe is not None
 
 
-class DataSource(SpecModel):
-    """One dataset of a mixture."""
+class ShardSource(SpecModel):
+    """Token shards, and what to build them from if the folder does not exist yet."""
 
     shards: str
     """Folder of token shards, relative to the recipe, or `s3://bucket/prefix`."""
-    weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
-    """Its share of the samples, relative to the sum of all weights."""
     source: TupleOf[str] = ()
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
+
+
+class DataSource(ShardSource):
+    """One dataset of a mixture."""
+
+    weight: float = Field(default=1.0, gt=0, le=1e9, allow_inf_nan=False)
+    """Its share of the samples, relative to the sum of all weights."""
 
 
 class DataConfig(SpecModel):
@@ -57,6 +63,9 @@ class DataConfig(SpecModel):
     """Files or folders of text or JSON lines to build the shards from; `python-stdlib` is this Python's own library."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    document_mask: bool = False
+    """Whether a document in a sequence is trained as if it were alone there: attention does not cross its borders, its
+    positions start at 0, and no token predicts the next document's first one."""
     cache: str = ""
     """Folder on a local disk for blocks read from `s3://`, shared by the ranks of a machine."""
     cache_size: Bytes = 16 << 30
@@ -83,6 +92,24 @@ class DataConfig(SpecModel):
     def datasets(self) -> tuple[DataSource, ...]:
         """The datasets, one or several."""
         return self.sources or (DataSource(shards=self.shards, source=self.source),)
+
+
+class EvaluationSource(ShardSource):
+    """A held-out data set; it has the tokenizer of `[data]`."""
+
+    name: Name
+    """What its loss is called in events, tables and charts."""
+
+
+class EvaluationConfig(SpecModel):
+    """Loss on held-out data: before the first step, every so many steps, and at the end of the run."""
+
+    every: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Steps between evaluations; 0 evaluates only at the end of the run."""
+    tokens: PositiveInt = 1 << 20
+    """Tokens to read of each data set, in sequences spread evenly over it; all of it if it has fewer."""
+    data: TupleOf[EvaluationSource] = Field(default=(), max_length=1_000)
+    """Held-out data sets, each with a loss of its own."""
 
 
 class BatchRampStage(SpecModel):
@@ -294,6 +321,17 @@ class CheckpointConfig(SpecModel):
         return self
 
 
+class MetricsConfig(SpecModel):
+    """Where metrics go beside the run's own `events.jsonl` and TensorBoard files."""
+
+    wandb: str = Field(default="", max_length=128)
+    """Project of Weights & Biases; not used if empty. Needs `danlu[wandb]` and, online, the user's key."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`offline` writes into the run's folder, for `wandb sync` later, from a host that reaches the service."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port on the loopback interface of rank 0's host with Prometheus metrics and a feed of events; 0 is none."""
+
+
 class Recipe(SpecModel):
     """What to train. A file's `model` table may name a catalog entry as its `base` and override single fields."""
 
@@ -326,6 +364,12 @@ class Recipe(SpecModel):
     """An average of the parameters to export; none if omitted."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When and where to save."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out data and when to evaluate on it; no evaluation if omitted."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Weights & Biases, Prometheus, a feed of events; none of them if omitted."""
+    spikes: SpikeConfig = SpikeConfig()
+    """What to do about a loss or gradient norm that jumps."""
 
     @property
     def decoder(self) -> Model:

@@ -1,11 +1,13 @@
 """Make the paths of a recipe absolute, so that they are valid from any working directory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from danlu.spec.custom_model import CustomModel
-from danlu.spec.recipe import Recipe
+from danlu.spec.recipe import Recipe, ShardSource
+
+S = TypeVar("S", bound=ShardSource)
 
 
 def is_relative_path(text: str) -> bool:
@@ -34,15 +36,17 @@ def resolve_recipe_paths(recipe: Recipe, folder: Path) -> Recipe:
     def texts(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name if name == "python-stdlib" else absolute(name) for name in names)
 
+    def resolved_sources(sources: Iterable[S]) -> tuple[S, ...]:
+        return tuple(
+            source.model_copy(update={"shards": location(source.shards), "source": texts(source.source)})
+            for source in sources
+        )
+
     data = recipe.data
-    sources = tuple(
-        source.model_copy(update={"shards": location(source.shards), "source": texts(source.source)})
-        for source in data.sources
-    )
     resolved = data.model_copy(
         update={
             "shards": location(data.shards),
-            "sources": sources,
+            "sources": resolved_sources(data.sources),
             "source": texts(data.source),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else absolute(data.tokenizer),
             "cache": absolute(data.cache) if data.cache else "",
@@ -50,9 +54,12 @@ def resolve_recipe_paths(recipe: Recipe, folder: Path) -> Recipe:
     )
     saves = recipe.checkpoint
     kept = saves.model_copy(update={"store": location(saves.store), "near": location(saves.near)})
+    held_out = recipe.evaluation.model_copy(update={"data": resolved_sources(recipe.evaluation.data)})
     weights = absolute(recipe.weights) if recipe.weights else ""
     model = recipe.model
     if isinstance(model, CustomModel):
         arguments = _resolve_arguments(model.arguments, absolute)
         model = model.model_copy(update={"path": absolute(model.path), "arguments": arguments})
-    return recipe.model_copy(update={"data": resolved, "checkpoint": kept, "weights": weights, "model": model})
+    return recipe.model_copy(
+        update={"data": resolved, "checkpoint": kept, "evaluation": held_out, "weights": weights, "model": model}
+    )

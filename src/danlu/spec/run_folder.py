@@ -63,6 +63,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def samples(self) -> Path:
+        """Text that checkpoints generated: one file per `danlu sample --save`."""
+        return self.path / "samples"
+
+    @property
     def logs(self) -> Path:
         """Standard output and error of every rank."""
         return self.path / "logs"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework import precision
 from danlu.framework.custom.construct import CustomModelError, build_meta_module, build_seeded_module
+from danlu.framework.custom.documents import check_document_support, is_verified_by_name, verify_documents
 from danlu.framework.custom.forward_trace import trace_forward
 from danlu.framework.custom.module_adapter import (
     ModuleAdapter,
@@ -82,10 +83,19 @@ class CustomModelAdapter(ModuleAdapter):
                     RuntimeWarning,
                     stacklevel=2,
                 )
+            if self.recipe.data.document_mask and mesh.rank == 0 and not is_verified_by_name(self.meta_module):
+                warnings.warn(
+                    f"whether {self.custom_model.factory} keeps documents apart is not verified, because `weights` is "
+                    "set and no unsharded module is built; a short run without `weights` verifies it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             for stage_module in stage_modules:
                 materialize(stage_module, mesh.device)
             return
         full_module = build_seeded_module(self.custom_model, self.recipe.seed)
+        if self.recipe.data.document_mask and has_real_tensors():
+            verify_documents(full_module, self.custom_model.vocabulary)
         verify = mesh.size("tp") > 1 and has_real_tensors()
         expected = self._expected(full_module) if verify else None
         expected_dropout = (
@@ -151,6 +161,8 @@ class CustomModelAdapter(ModuleAdapter):
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if self.recipe.data.document_mask:
+            check_document_support(self.meta_module)
         if degrees.pp > 1:
             check_pipeline_support(self.meta_module, self.structure, self.forward_trace, plan)
         check_layer_list(self.structure, plan)

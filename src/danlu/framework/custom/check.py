@@ -13,7 +13,7 @@ from danlu.spec.problem import format_key, format_value, problem_at
 from danlu.spec.recipe_paths import is_relative_path
 from danlu.spec.text import one_line
 
-_IN_RECIPE = ("model", "precision")
+_IN_RECIPE = ("model", "precision", "data")
 
 
 def check_custom_model(spec: RunSpec) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.framework.custom.construct import CustomModelError
+from danlu.framework.custom.documents import packed_inputs
 from danlu.framework.custom.forward_trace import ForwardTrace, get_logits
 from danlu.framework.custom.module_structure import ModuleStructure, has_parameters, tied_parameters
 from danlu.spec.plan import Plan
@@ -136,13 +137,15 @@ def return_logits(stage_module: nn.Module) -> None:
     stage_module.forward = partial(_stage_forward, stage_module.forward, None)
 
 
-def _stage_forward(forward: Callable[[Tensor], Any], entrance: nn.Module | None, x: Tensor) -> Tensor:
+def _stage_forward(
+    forward: Callable[..., Any], entrance: nn.Module | None, x: Tensor, positions: Tensor | None = None
+) -> Tensor:
     tokens = x
     if isinstance(entrance, _LayerPlaceholder):
         entrance.received = x
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     try:
-        return get_logits(forward(tokens))
+        return get_logits(forward(tokens, **packed_inputs(positions)))
     except _StageExitError as leaving:
         return leaving.hidden_states
 

@@ -9,8 +9,9 @@ from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.recipe import DECODER_SETTING_RULES, SETTING_RULES, precision_module_names
 from danlu.spec.rules.regather import CUSTOM_REGATHER_RULES, DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
+from danlu.spec.rules.spikes import SPIKE_RULES
 
-RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES)
+RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPIKE_RULES)
 """Rules inside a recipe."""
 DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, group_patterns_match)
 """The same, where the model is described by its shape."""

@@ -1,11 +1,11 @@
-"""Rules inside the `[data]` of a recipe."""
+"""Rules inside the `[data]` and the `[evaluation]` of a recipe."""
 
 from collections.abc import Iterator
 
 from danlu.spec.load import ParsedSpec
 from danlu.spec.mixture_weights import MAX_TOTAL_WEIGHT, integer_weights
 from danlu.spec.problem import Problem
-from danlu.spec.recipe import DataConfig, Recipe
+from danlu.spec.recipe import EvaluationConfig, Recipe
 
 
 def is_remote(shards: str) -> bool:
@@ -42,7 +42,7 @@ def weights_fit_31_bits(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 def remote_has_cache(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Blocks from a store are cached on a local disk; without a store there is nothing to cache."""
     data = recipe.value.data
-    remote = [source.shards for source in data.datasets if is_remote(source.shards)]
+    remote = [shards for _, shards in _named(recipe.value) if is_remote(shards)]
     if remote and not data.cache:
         yield recipe.problem(
             "data.cache",
@@ -58,7 +58,7 @@ def remote_has_cache(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 
 def remote_is_known(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
     """Shards are in a folder or at a supported URL."""
-    for key, shards in _named(recipe.value.data):
+    for key, shards in _named(recipe.value):
         scheme = shards.partition("://")[0]
         if is_remote(shards) and scheme not in ("s3", "memory"):
             yield recipe.problem(
@@ -68,11 +68,59 @@ def remote_is_known(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
             )
 
 
-def _named(data: DataConfig) -> Iterator[tuple[str, str]]:
-    if data.shards:
-        yield "data.shards", data.shards
-    for number, source in enumerate(data.sources):
+def evaluation_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """Without held-out data there is nothing to evaluate."""
+    evaluation = recipe.value.evaluation
+    for name in ("every", "tokens"):
+        if not evaluation.data and getattr(evaluation, name) != getattr(EvaluationConfig(), name):
+            yield recipe.problem(
+                f"evaluation.{name}",
+                "is set, but `evaluation.data` names no data set, so it would be ignored",
+                'data = [{ name = "held-out", shards = "…" }]',
+            )
+    if evaluation.data and evaluation.tokens < recipe.value.batch.length:
+        yield recipe.problem(
+            "evaluation.tokens",
+            f"is {evaluation.tokens}, but one sequence has {recipe.value.batch.length} tokens",
+            f"at least {recipe.value.batch.length}",
+        )
+
+
+def held_out_is_held_out(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """A held-out data set has a name and shards of its own, and the run does not train on it."""
+    trained = {source.shards for source in recipe.value.data.datasets}
+    names: set[str] = set()
+    for number, source in enumerate(recipe.value.evaluation.data):
+        if source.shards in trained:
+            yield recipe.problem(
+                f"evaluation.data[{number}].shards",
+                f'is "{source.shards}", which the run trains on, so its loss would not be of held-out data',
+                "keep some documents out of the training data, and build shards of them alone",
+            )
+        if source.name in names:
+            yield recipe.problem(
+                f"evaluation.data[{number}].name",
+                f'is "{source.name}", which an earlier data set has already',
+                "a name of its own",
+            )
+        names.add(source.name)
+
+
+def _named(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Every data set that a recipe names, by key."""
+    if recipe.data.shards:
+        yield "data.shards", recipe.data.shards
+    for number, source in enumerate(recipe.data.sources):
         yield f"data.sources[{number}].shards", source.shards
+    for number, held_out in enumerate(recipe.evaluation.data):
+        yield f"evaluation.data[{number}].shards", held_out.shards
 
 
-DATA_RULES = (sources_differ, weights_fit_31_bits, remote_has_cache, remote_is_known)
+DATA_RULES = (
+    sources_differ,
+    weights_fit_31_bits,
+    remote_has_cache,
+    remote_is_known,
+    evaluation_is_used,
+    held_out_is_held_out,
+)

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.problem import Problem, suggest_name
-from danlu.spec.recipe import LossScaleConfig, Recipe
+from danlu.spec.recipe import LossScaleConfig, MetricsConfig, Recipe
 
 RecipeRule = Callable[[ParsedSpec[Recipe]], Iterator[Problem]]
 
@@ -26,6 +26,17 @@ def positions_cover_length(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
             "batch.length",
             f"is {length}, but the model's learned positions end at `model.sequence` ({model.sequence})",
             f"length = {model.sequence}, or `sequence = {length}` under [model]",
+        )
+
+
+def wandb_mode_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """Without a project nothing is sent to Weights & Biases, in whatever mode."""
+    metrics = recipe.value.metrics
+    if metrics.wandb_mode != MetricsConfig().wandb_mode and not metrics.wandb:
+        yield recipe.problem(
+            "metrics.wandb_mode",
+            f'is "{metrics.wandb_mode}", but `metrics.wandb` names no project, so it would be ignored',
+            'wandb = "…", or remove it',
         )
 
 
@@ -101,5 +112,11 @@ def loss_scale_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
         )
 
 
-SETTING_RULES: tuple[RecipeRule, ...] = (warmup_fits, decay_is_used, decay_fits, loss_scale_is_used)
+SETTING_RULES: tuple[RecipeRule, ...] = (
+    warmup_fits,
+    decay_is_used,
+    decay_fits,
+    loss_scale_is_used,
+    wandb_mode_is_used,
+)
 DECODER_SETTING_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)

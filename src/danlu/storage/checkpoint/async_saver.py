@@ -322,6 +322,10 @@ class AsyncSaver:
             self._retired = verified
             self._retiring = self._store_pool.submit(self._purge_stale, verified)
 
+    def forget_after(self, step: int) -> None:
+        """Count no later step as verified: those that come now are other ones."""
+        self.verified_step, self._retired = min(self.verified_step, step), min(self._retired, step)
+
     def wait_for_purge(self) -> None:
         """Wait for running deletions, up to the timeout."""
         if self._retiring is not None:

@@ -77,6 +77,12 @@ class CheckpointDir:
         self.store.remove(f"{folder}/{MANIFEST_FILE}")
         self.store.remove(folder)
 
+    def remove_after(self, step: int) -> None:
+        """Delete all later steps but quarantined ones, the newest first: what an interruption leaves is a valid run."""
+        for later in reversed(self.steps_with_folder()):
+            if later > step and (self._has(later, MANIFEST_FILE) or not self._has(later, QUARANTINE_FILE)):
+                self.remove(later)
+
     def purge_stale(self, verified: int) -> None:
         """Delete checkpoints and leftovers older than the newest `keep` verified checkpoints.
 

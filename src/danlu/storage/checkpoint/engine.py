@@ -86,6 +86,37 @@ class CheckpointEngine:
         newest = self.world.broadcast_int(lambda: max(self.checkpoint_dir.resumable_steps(), default=-1))
         return None if newest < 0 else newest
 
+    def step_before(self, at_most: int) -> int | None:
+        """The newest such checkpoint of step `at_most` or earlier, the oldest if all are later, None if there is none.
+
+        As seen by rank 0.
+        """
+
+        def chosen() -> int:
+            steps = self.checkpoint_dir.resumable_steps()
+            return max((step for step in steps if step <= at_most), default=min(steps, default=-1))
+
+        step = self.world.broadcast_int(chosen)
+        return None if step < 0 else step
+
+    def discard_after(self, step: int) -> None:
+        """Delete every later checkpoint, which the run no longer continues; no save may be running.
+
+        Raises `CheckpointSaveError` on all ranks if the store fails.
+        """
+        failure = ""
+        if self.world.rank == 0:
+            try:
+                self._saver.checkpoint_dir.remove_after(step)
+            except OSError as error:
+                failure = f"{type(error).__name__}: {error}"
+        if self.world.any_rank(bool(failure)):
+            raise CheckpointSaveError(
+                f"{self.store.name}: checkpoints after step {step} must be deleted, because the run went back to it, "
+                f"but could not be{f': {failure}' if failure else ''}; resume when the store works"
+            )
+        self._saver.forget_after(step)
+
     def allocate_staging(self, tensors: Mapping[str, Tensor], *, first_on_host: bool = True) -> int:
         """Allocate the staging memory, so that the first save is as fast as the others; returns the bytes of a save.
 

@@ -72,6 +72,11 @@ class SafetensorsReader:
         """Names of all tensors."""
         return list(self._files)
 
+    @property
+    def file_names(self) -> set[str]:
+        """Names of the files that hold them."""
+        return set(self._files.values())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return tuple(self._open_file(self._files[name]).get_slice(name).get_shape())

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
 from danlu.storage.data.build_journal import BuildJournal, BuildProgress
-from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex, DatasetVersion, token_dtype
+from danlu.storage.data.chat_template import ChatTemplate
+from danlu.storage.data.dataset_index import INDEX_FILE, DatasetIndex, DatasetVersion, word_dtype
+from danlu.storage.data.document_reader import DocumentFormat
 from danlu.storage.data.documents import PYTHON_STDLIB, DocumentStream, source_label
 from danlu.storage.data.shard_reader import dataset_problem
 from danlu.storage.data.shard_writer import ShardWriter
@@ -54,6 +56,7 @@ def build_dataset(
     on_progress: OnProgress = ignore_progress,
     *,
     field: str = "text",
+    template: ChatTemplate | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     skip_bad: bool = False,
     force: bool = False,
@@ -63,16 +66,17 @@ def build_dataset(
 ) -> BuildResult:
     """Write the token shards of `sources` to `folder`, or after those in it; the same sources give the same bytes.
 
-    A source is a file, a folder, or `python-stdlib`. Paths are used as given: a caller that read them from a recipe
-    resolves them first. It is no data set before the last byte is durable. An interrupted build resumes after its last
-    complete shard when it is rerun with the same sources.
+    A source is a file, a folder, or `python-stdlib`; with a chat `template` JSON lines with messages in `field`. Paths
+    are used as given: a caller that read them from a recipe resolves them first. It is no data set before the last byte
+    is durable. An interrupted build resumes after its last complete shard when it is rerun with the same sources.
     """
     started = time.monotonic()
     if shard_tokens < 1:
         raise ValueError(f"`shard_tokens` must be 1 or more, but is {shard_tokens} instead")
     _check_output_outside_sources(sources, folder)
-    documents = DocumentStream(sources, field=field, skip_bad=skip_bad)
-    request = _request_hash(documents, tokenizer, field, shard_tokens, append)
+    form = DocumentFormat(field, template)
+    documents = DocumentStream(sources, form=form, skip_bad=skip_bad)
+    request = _request_hash(documents, tokenizer, shard_tokens, append)
     make_dirs_durable(folder)
     with _build_lock(folder):
         journal = BuildJournal(folder)
@@ -87,13 +91,14 @@ def build_dataset(
             _check_overwrite_allowed(folder, force)
         else:
             _check_same_tokenizer(base, tokenizer)
+            _check_same_template(base, template)
             if journal.is_up_to_date(request, base.index):
                 on_note("these sources are already the newest version: nothing to append")
                 return BuildResult(base.index, time.monotonic() - started, {}, ())
         progress = _resumable_progress(journal, progress, request, base, on_note)
         resumed = len(progress.shards)
-        job = _BuildJob(journal, tokenizer, shard_tokens, base, progress)
-        documents = DocumentStream(sources, field=field, skip_bad=skip_bad, position=progress.resume_position)
+        job = _BuildJob(journal, tokenizer, template, shard_tokens, base, progress)
+        documents = DocumentStream(sources, form=form, skip_bad=skip_bad, position=progress.resume_position)
         batches = (encode or local_tokenize_fn(tokenizer))(documents)
         progress = job.run(documents, batches, on_progress, sources)
         return _build_result(journal.commit(progress), started, progress, resumed)
@@ -112,17 +117,20 @@ class _BuildJob:
         self,
         journal: BuildJournal,
         tokenizer: Tokenizer,
+        template: ChatTemplate | None,
         shard_tokens: int,
         base: TokenShards | None,
         progress: BuildProgress,
     ) -> None:
         self._journal, self._tokenizer, self._base, self._progress = journal, tokenizer, base, progress
+        self._template = template
         self._next_record_time = 0.0
         counts = journal.read_counts(progress) if progress.shards else self._initial_counts()
         assert counts is not None
         first = len(base.index.shards) if base else 0
-        dtype = token_dtype(tokenizer.vocabulary)
-        self._writer = ShardWriter(journal.folder, dtype, shard_tokens, counts, first, progress.shards)
+        marked = template is not None
+        self._dtype = word_dtype(tokenizer.vocabulary, marked)
+        self._writer = ShardWriter(journal.folder, self._dtype, shard_tokens, counts, first, progress.shards, marked)
 
     def run(
         self,
@@ -189,10 +197,12 @@ class _BuildJob:
             counts=counts_hash,
         )
         return DatasetIndex(
+            format=1 if self._template is None else 2,
             tokenizer=tokenizer.name,
             vocabulary=tokenizer.vocabulary,
             end_of_text=tokenizer.end_of_text,
-            dtype=token_dtype(tokenizer.vocabulary),
+            dtype=self._dtype,
+            chat_template=None if self._template is None else self._template.fingerprint,
             tokens=version.tokens,
             documents=version.documents,
             unigram_loss=version.unigram_loss,
@@ -207,9 +217,13 @@ class _BuildJob:
         return self._base.token_counts(self._base.newest_version)
 
 
-def _request_hash(documents: DocumentStream, tokenizer: Tokenizer, field: str, shard_tokens: int, append: bool) -> str:
+def _request_hash(documents: DocumentStream, tokenizer: Tokenizer, shard_tokens: int, append: bool) -> str:
     """A hash of what decides the bytes. `skip_bad` does not: a line that was kept was not bad."""
-    request = (documents.sources_hash, tokenizer.name, tokenizer.end_of_text, field, shard_tokens, append)
+    form = documents.form
+    request: tuple[object, ...] = (documents.sources_hash, tokenizer.name, tokenizer.end_of_text, form.field)
+    request += (shard_tokens, append)
+    if form.template is not None:
+        request += (form.template.fingerprint,)
     return hashlib.sha256(repr(request).encode()).hexdigest()
 
 
@@ -285,3 +299,14 @@ def _check_same_tokenizer(base: TokenShards, tokenizer: Tokenizer) -> None:
         message = f'was built with tokenizer "{index.tokenizer}", but "{tokenizer.name}" was given to append'
         hint = "give --tokenizer and --end-of-text as they were, or build another data set and mix the two by weight"
         raise SpecError([dataset_problem(base.location, INDEX_FILE, "tokenizer", message, hint)])
+
+
+def _check_same_template(base: TokenShards, template: ChatTemplate | None) -> None:
+    was, now = base.index.chat_template, None if template is None else template.fingerprint
+    if was != now:
+        kinds = {True: "text", False: "conversations"}
+        message = f"holds {kinds[was is None]}, but {kinds[now is None]} were given to append"
+        if was is not None and now is not None:
+            message = "was built with another chat template than that beside the tokenizer"
+        hint = "build another data set, and mix the two by weight"
+        raise SpecError([dataset_problem(base.location, INDEX_FILE, "chat_template", message, hint)])

@@ -135,7 +135,7 @@ class BuildJournal:
                     partial.rename(self.folder / name)
         done = _BuildStamp(request=progress.request, edition=index.fingerprint(-1))
         write_and_fsync(self.folder / _STAMP_FILE, done.model_dump_json())
-        atomic_replace(self.folder / INDEX_FILE, index.model_dump_json(indent=2) + "\n")
+        atomic_replace(self.folder / INDEX_FILE, index.model_dump_json(indent=2, exclude_none=True) + "\n")
         for left in self.folder.glob(f"*{PARTIAL_SUFFIX}"):
             left.unlink()
         self.path.unlink()  # the very last step: until then a rerun repeats all of these

@@ -12,6 +12,7 @@ from danlu.spec import Problem, SpecError
 from danlu.spec.description import PositiveInt, SpecModel, TupleOf
 from danlu.spec.files import read_bytes
 from danlu.spec.problem import problem_at
+from danlu.storage.data.token_marks import MARK_BITS
 
 INDEX_FILE = "index.json"
 CHECKSUM_BLOCK_BYTES = 64 << 10
@@ -36,6 +37,8 @@ class ShardInfo(SpecModel):
     """Hash of its `.crc`: a CRC-32C of every 64 KiB, little-endian. Empty where there is none."""
     ends: str = OPTIONAL_SHA256
     """Hash of its `.ends`: the position after each document, 8 bytes little-endian. Empty where there is none."""
+    counted: int | None = Field(default=None, ge=0)
+    """Tokens whose prediction the loss counts; None in a data set without a loss mask, where all of them count."""
 
     def sidecar_name(self, suffix: Literal[".crc", ".ends"]) -> str:
         """Name of a sidecar file of the shard."""
@@ -56,7 +59,8 @@ class DatasetVersion(SpecModel):
 class DatasetIndex(SpecModel):
     """The content of `index.json`."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
+    """2 with a loss mask, which earlier releases cannot read; 1 without."""
     tokenizer: str
     """Name of the tokenizer; for a file it includes its hash."""
     vocabulary: PositiveInt
@@ -70,13 +74,17 @@ class DatasetIndex(SpecModel):
     """Entropy of the token distribution in nats: the loss of a model that only knows how frequent each token is."""
     sources: TupleOf[str]
     shards: TupleOf[ShardInfo] = Field(min_length=1)
+    chat_template: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Hash of the template of its conversations, whose answers alone the loss counts; None for plain text."""
     editions: TupleOf[DatasetVersion] = ()
     """The versions after the build and after each append. Empty in a data set of an earlier release, which has one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.dtype != token_dtype(self.vocabulary):
-            raise ValueError(f"`dtype` must be {token_dtype(self.vocabulary)} for a vocabulary of {self.vocabulary}")
+        if self.dtype != (expected := word_dtype(self.vocabulary, self.has_loss_mask)):
+            raise ValueError(f"`dtype` must be {expected} for a vocabulary of {self.vocabulary}")
+        if self.format != (2 if self.has_loss_mask else 1):
+            raise ValueError(f"`format` must be 2 with a `chat_template` and 1 without, but is {self.format}")
         if self.end_of_text >= self.vocabulary:
             raise ValueError(f"`end_of_text` must be below the vocabulary of {self.vocabulary}, not {self.end_of_text}")
         if (held := sum(shard.tokens for shard in self.shards)) != self.tokens:
@@ -87,6 +95,16 @@ class DatasetIndex(SpecModel):
         if self.editions and self.editions[-1].shards != len(self.shards):
             raise ValueError("`editions` must end with all shards, but the last does not")
         return self
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether its shards hold words with marks (`token_marks`) instead of tokens."""
+        return self.chat_template is not None
+
+    @property
+    def counted(self) -> int:
+        """Tokens whose prediction the loss counts."""
+        return sum(shard.tokens if shard.counted is None else shard.counted for shard in self.shards)
 
     @property
     def all_versions(self) -> tuple[DatasetVersion, ...]:
@@ -119,6 +137,11 @@ def token_dtype(vocabulary: int) -> TokenDtype:
     if vocabulary > 2**32:
         raise ValueError(f"`vocabulary` must be at most 2^32, but is {vocabulary} instead")
     return "uint8" if vocabulary <= 2**8 else "uint16" if vocabulary <= 2**16 else "uint32"
+
+
+def word_dtype(vocabulary: int, marked: bool) -> TokenDtype:
+    """The dtype in shards: of tokens, or of tokens with marks."""
+    return token_dtype(vocabulary << MARK_BITS) if marked else token_dtype(vocabulary)
 
 
 def disk_dtype(dtype: TokenDtype) -> "np.dtype[Any]":

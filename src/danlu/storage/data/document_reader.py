@@ -11,6 +11,7 @@ from typing import BinaryIO, Protocol
 
 from danlu.spec import Problem, SpecError
 from danlu.spec.problem import format_value, problem_at
+from danlu.storage.data.chat_template import ChatTemplate, ConversationError, DocumentText
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Bytes; an entire document is held in memory, and a longer one is nearly always a corpus in one file."""
@@ -75,13 +76,21 @@ class _BadLineError(Exception):
         self.reason, self.key, self.message, self.suggestion = reason, key, message, suggestion
 
 
+@dataclass(frozen=True)
+class DocumentFormat:
+    """What a JSON line holds: a text in a field, or with a chat template the messages of a conversation."""
+
+    field: str = "text"
+    template: ChatTemplate | None = None
+
+
 class DocumentReader:
     """The texts of a file, or of the lines that begin in a byte range of it, each with its line number."""
 
     def __init__(
         self,
         file: SourceFile,
-        field: str,
+        form: DocumentFormat,
         on_skip: OnSkip,
         *,
         first: int = 0,
@@ -96,10 +105,10 @@ class DocumentReader:
         """Bytes of the file read so far."""
         self.lines_read = 0
         """Lines read so far."""
-        self._file, self._field, self._on_skip = file, field, on_skip
+        self._file, self._format, self._on_skip = file, form, on_skip
         self._first, self._start, self._end = first, start, end
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Iterator[tuple[int, DocumentText]]:
         """Each text with its line number; 0 where the file is one document."""
         try:
             yield from self._read_jsonl() if self._file.is_jsonl else self._read_text_file()
@@ -107,9 +116,12 @@ class DocumentReader:
             message = f"cannot be read: {error.strerror or error}"
             self._on_skip(self._file, UNREADABLE, problem_at(self._file.path, 1, "file", message, _FIX_HINT))
 
-    def _read_text_file(self) -> Iterator[tuple[int, str]]:
+    def _read_text_file(self) -> Iterator[tuple[int, DocumentText]]:
         """The file as one document."""
         path, size = self._file.path, self._file.bytes
+        if self._format.template is not None:
+            message = "is a text, but conversations are JSON lines (.jsonl, .jsonl.gz)"
+            raise SpecError([problem_at(path, 1, "file", message, "omit it, or build it without --chat")])
         if size > MAX_DOCUMENT_BYTES:
             message = f"is one document of {size} bytes, but {MAX_DOCUMENT_BYTES} is the maximum"
             raise SpecError([problem_at(path, 1, "file", message, "write it as JSON lines, one document per line")])
@@ -122,11 +134,11 @@ class DocumentReader:
             self._on_skip(self._file, "not UTF-8", problem)
             return
         if text:
-            yield 0, text
+            yield 0, DocumentText(text)
         else:
             self._on_skip(self._file, "empty")
 
-    def _read_jsonl(self) -> Iterator[tuple[int, str]]:
+    def _read_jsonl(self) -> Iterator[tuple[int, DocumentText]]:
         """One document per line, in the requested field; blank lines are ignored."""
         with self._file.path.open("rb") as raw:
             try:
@@ -151,15 +163,15 @@ class DocumentReader:
                 raise SpecError([problem_at(self._file.path, self.lines_read, "line", message, "split the document")])
             yield line
 
-    def _parse_line(self, line: bytes) -> Iterator[str]:
+    def _parse_line(self, line: bytes) -> Iterator[DocumentText]:
         try:
-            text = _extract_field(line, self._field)
+            document = _parse_document(line, self._format)
         except _BadLineError as bad:
             problem = problem_at(self._file.path, self.lines_read, bad.key, bad.message, bad.suggestion)
             self._on_skip(self._file, bad.reason, problem)
             return
-        if text:
-            yield text
+        if document.text:
+            yield document
         else:
             self._on_skip(self._file, "empty")
 
@@ -172,8 +184,9 @@ def _seek_to_line_start(raw: BinaryIO, start: int) -> None:
             pass
 
 
-def _extract_field(line: bytes, field: str) -> str:
-    """The text in a field of a JSON line."""
+def _parse_document(line: bytes, form: DocumentFormat) -> DocumentText:
+    """The document of a JSON line."""
+    field = form.field
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -184,7 +197,14 @@ def _extract_field(line: bytes, field: str) -> str:
         )
     if field not in record:
         suggestion = f"the line has: {', '.join(record) or 'nothing'}; choose one with --field, or {_FIX_HINT}"
+        if "messages" in record:
+            suggestion = f"conversations in `messages` are built with --chat; {suggestion}"
         raise _BadLineError("no field", field, "is missing", suggestion)
+    if form.template is not None:
+        try:
+            return form.template.render(record, field)
+        except ConversationError as bad:
+            raise _BadLineError(bad.reason, field, bad.message, bad.suggestion) from None
     text = record[field]
     if not isinstance(text, str):
         raise _BadLineError("not a text", field, f"is {format_value(text)}, but must be a text")
@@ -194,4 +214,4 @@ def _extract_field(line: bytes, field: str) -> str:
         raise _BadLineError(
             "not Unicode", field, "contains an unpaired UTF-16 surrogate, which is not a character"
         ) from None
-    return text
+    return DocumentText(text)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
-from danlu.storage.data.document_reader import DocumentReader, SkipCounter, SourceFile
+from danlu.storage.data.chat_template import DocumentText
+from danlu.storage.data.document_reader import DocumentFormat, DocumentReader, SkipCounter, SourceFile
 
 PYTHON_STDLIB = "python-stdlib"
 _EXCLUDED_DIRS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -33,7 +34,7 @@ class DocumentPosition:
 class SourceDocument:
     """A text and its position."""
 
-    text: str
+    text: DocumentText
     position: DocumentPosition
 
 
@@ -44,12 +45,12 @@ class DocumentStream:
         self,
         sources: Sequence[str],
         *,
-        field: str = "text",
+        form: DocumentFormat | None = None,
         skip_bad: bool = False,
         position: DocumentPosition | None = None,
     ) -> None:
-        """Read from `position` on, or from the start."""
-        self.field = field
+        """Read from `position` on, or from the start; JSON lines have a `text` unless `form` says otherwise."""
+        self.form = form or DocumentFormat()
         self.start_position = position or DocumentPosition()
         self.skipped = SkipCounter(skip_bad)
         """Documents and files skipped so far."""
@@ -76,7 +77,7 @@ class DocumentStream:
             self.bytes_done = before
             if number >= self.start_position.file:
                 first = self.start_position.line if number == self.start_position.file else 0
-                texts = DocumentReader(file, self.field, self.skipped, first=first)
+                texts = DocumentReader(file, self.form, self.skipped, first=first)
                 for line, text in texts:
                     self.bytes_done = before + texts.bytes_read
                     yield SourceDocument(text, self.position_of(number, line))

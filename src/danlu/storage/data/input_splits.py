@@ -17,8 +17,8 @@ import numpy as np
 
 from danlu.spec import Problem, SpecError
 from danlu.spec.problem import problem_at
-from danlu.storage.data.dataset_index import disk_dtype, token_dtype
-from danlu.storage.data.document_reader import UNREADABLE, DocumentReader, SourceFile
+from danlu.storage.data.dataset_index import disk_dtype, word_dtype
+from danlu.storage.data.document_reader import UNREADABLE, DocumentFormat, DocumentReader, SourceFile
 from danlu.storage.data.documents import DocumentPosition, DocumentStream, SourceDocument
 from danlu.storage.data.tokenization import TokenizedBatch, batch_documents, tokenize_batch
 from danlu.storage.data.tokenizer import Tokenizer
@@ -99,28 +99,27 @@ def _offset_of_line(path: Path, line: int) -> int:
         return file.tell()
 
 
-def tokenize_split(split: Sequence[FileSplit], field: str, tokenizer: Tokenizer) -> Iterator[Row]:
+def tokenize_split(split: Sequence[FileSplit], form: DocumentFormat, tokenizer: Tokenizer) -> Iterator[Row]:
     """On a worker: the documents of a split, tokenized, as rows in order; the last row is marked."""
-    reader = _SplitReader(split, field)
+    reader = _SplitReader(split, form)
     for batch in batch_documents(reader):
         tokenized = tokenize_batch(batch, tokenizer)
-        yield _row(
-            reader, tokenized.locations, tokenized.tokens.astype(_dtype(tokenizer)).tobytes(), tokenized.ends.tobytes()
-        )
+        tokens = tokenized.tokens.astype(_dtype(tokenizer, form)).tobytes()
+        yield _row(reader, tokenized.locations, tokens, tokenized.ends.tobytes())
     yield _row(reader, [], b"", b"", last=True)
 
 
 class _SplitReader:
     """The documents of a split, and a record of what was skipped between them."""
 
-    def __init__(self, split: Sequence[FileSplit], field: str) -> None:
+    def __init__(self, split: Sequence[FileSplit], form: DocumentFormat) -> None:
         self.skips: list[tuple[int, int, str, str]] = []
         """For each skip: after which document of the batch, in which file, why, and the problem as JSON."""
         self.documents_read = 0
         self.bytes_done = 0
         self.lines = 0
         self.file = -1
-        self._split, self._field = split, field
+        self._split, self._format = split, form
 
     def __iter__(self) -> Iterator[SourceDocument]:
         for file_split in self._split:
@@ -131,7 +130,7 @@ class _SplitReader:
             file = SourceFile(Path(file_split.path), file_split.bytes, file_split.mtime_ns, skip_if_bad=False)
             texts = DocumentReader(
                 file,
-                self._field,
+                self._format,
                 self._record_skip,
                 first=file_split.first_line,
                 start=file_split.start_byte,
@@ -239,7 +238,7 @@ class SplitMerger:
             self._file = int(row["file"])
 
     def _batch(self, row: Mapping[str, Any], positions: list[DocumentPosition], kept: list[int]) -> TokenizedBatch:
-        tokens = np.frombuffer(row["tokens"], dtype=_dtype(self._tokenizer))
+        tokens = np.frombuffer(row["tokens"], dtype=_dtype(self._tokenizer, self._documents.form))
         ends = np.frombuffer(row["ends"], dtype=np.int64)
         if len(kept) < len(ends):
             starts = np.concatenate([[0], ends[:-1]])
@@ -268,5 +267,5 @@ class SplitMerger:
         return problem.model_copy(update={"file": path, "line": problem.line + before})
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    return disk_dtype(token_dtype(tokenizer.vocabulary))
+def _dtype(tokenizer: Tokenizer, form: DocumentFormat) -> np.dtype[Any]:
+    return disk_dtype(word_dtype(tokenizer.vocabulary, marked=form.template is not None))

@@ -1,7 +1,7 @@
 """The samples of a run: one source or several by weight, each growing with appends."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -61,13 +61,25 @@ class MixtureDataset:
         ]
         return cls(sources, integer_weights([dataset.weight for dataset in data.datasets]), length, seed)
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether the loss does not count all tokens of some source."""
+        return any(shards.index.has_loss_mask for shards in self.sources)
+
     def read_samples(self, indices: IntArray) -> IntArray:
         """Samples at these indices, as rows of `length + 1` tokens: int64 [n, length + 1]."""
+        return self._read_rows(indices, ShuffledDataset.read_samples)
+
+    def read_words(self, indices: IntArray) -> IntArray:
+        """The same with their marks (`token_marks`)."""
+        return self._read_rows(indices, ShuffledDataset.read_words)
+
+    def _read_rows(self, indices: IntArray, read: Callable[[ShuffledDataset, IntArray], IntArray]) -> IntArray:
         rows = np.empty((len(indices), self.length + 1), dtype=np.int64)
         sources, numbers = self._mixture.locate(np.asarray(indices, dtype=np.int64))
         for source in np.unique(sources):
             mine = np.flatnonzero(sources == source)
-            rows[mine] = self._datasets[source].read_samples(numbers[mine])
+            rows[mine] = read(self._datasets[source], numbers[mine])
         return rows
 
     def locate(self, indices: IntArray) -> list[SampleLocation]:
@@ -114,7 +126,12 @@ class MixtureDataset:
 
     @property
     def baseline_loss(self) -> float | None:
-        """Entropy in nats of the tokens the run sees; None if one of several sources has no token counts."""
+        """Entropy in nats of the tokens the run sees.
+
+        None if one of several sources has no token counts, or if the loss does not count all tokens.
+        """
+        if self.has_loss_mask:
+            return None
         pairs = list(zip(self.sources, self.version_schedule[-1][1], strict=True))
         described = [shards.index.all_versions[version] for shards, version in pairs]
         if len(described) == 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 from danlu.spec import SpecError
 from danlu.spec.problem import problem_at
+from danlu.storage.data.document_reader import DocumentFormat
 from danlu.storage.data.documents import DocumentStream
 from danlu.storage.data.input_splits import FileSplit, Row, SplitMerger, make_splits, tokenize_split
 from danlu.storage.data.tokenization import TokenizedBatch, TokenizeFn
@@ -83,7 +84,7 @@ def ray_tokenize_fn(tokenizer: Tokenizer) -> TokenizeFn:
         exceptions = _import_ray().exceptions
         try:
             while batch := list(islice(splits, _SPLITS_PER_SUBMISSION)):
-                for row in _rows(batch, documents.field, tokenizer):
+                for row in _rows(batch, documents.form, tokenizer):
                     yield from merger.merge(row)
         except (exceptions.RayError, exceptions.RayTaskError) as error:
             message = f"failed: {_last_line(error)}"
@@ -94,7 +95,7 @@ def ray_tokenize_fn(tokenizer: Tokenizer) -> TokenizeFn:
     return encode
 
 
-def _rows(splits: list[list[FileSplit]], field: str, tokenizer: Tokenizer) -> Iterator[Row]:
+def _rows(splits: list[list[FileSplit]], form: DocumentFormat, tokenizer: Tokenizer) -> Iterator[Row]:
     """The rows of these splits, in order, as they become ready."""
     import ray.data
 
@@ -103,19 +104,19 @@ def _rows(splits: list[list[FileSplit]], field: str, tokenizer: Tokenizer) -> It
     context.execution_options.preserve_order = True
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     items = [{"split": json.dumps(split)} for split in splits]
-    tokenize = partial(_tokenize_splits, field=field, tokenizer=tokenizer.serialized)
+    tokenize = partial(_tokenize_splits, form=form, tokenizer=tokenizer.serialized)
     # One split per task; a task's rows are returned as they are made, so that no node holds all tokens of a split.
     rows = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(tokenize, batch_size=1)
     yield from rows.iter_rows()
 
 
 def _tokenize_splits(
-    batch: dict[str, Any], *, field: str, tokenizer: SerializedTokenizer
+    batch: dict[str, Any], *, form: DocumentFormat, tokenizer: SerializedTokenizer
 ) -> Iterator[dict[str, list[Any]]]:
     """On a worker: the rows of a batch of one split."""
     for text in batch["split"]:
         split = [FileSplit(*file_split) for file_split in json.loads(text)]
-        for row in tokenize_split(split, field, _load_tokenizer(tokenizer)):
+        for row in tokenize_split(split, form, _load_tokenizer(tokenizer)):
             yield {name: [value] for name, value in row.items()}
 
 

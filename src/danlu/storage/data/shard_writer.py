@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from danlu.storage.data.block_checksums import BlockChecksums
 from danlu.storage.data.dataset_index import ShardInfo, TokenDtype, disk_dtype
 from danlu.storage.data.shuffle import IntArray
+from danlu.storage.data.token_marks import unpack_marks
 from danlu.storage.data.tokenizer import TokenIds
 from danlu.storage.store.atomic_files import fsync_file
 
@@ -33,8 +34,13 @@ class ShardWriter:
         counts: NDArray[np.int64],
         first: int,
         shards: Sequence[ShardInfo],
+        marked: bool = False,
     ) -> None:
-        """Continue after `shards`, whose tokens are in `counts`; the very first has number `first`."""
+        """Continue after `shards`, whose tokens are in `counts`; the very first has number `first`.
+
+        If `marked`, what is written are words with marks (`token_marks`).
+        """
+        self._marked = marked
         self.shards = list(shards)
         self.counts = counts
         self._folder, self._dtype, self._shard_tokens, self._first = folder, disk_dtype(dtype), shard_tokens, first
@@ -83,6 +89,7 @@ class ShardWriter:
     def _open_shard(self) -> BinaryIO:
         self._file = (self._folder / (self._name + PARTIAL_SUFFIX)).open("wb")
         self._held, self._digest, self._sums = 0, hashlib.sha256(), BlockChecksums()
+        self._counted = 0
         self._ends: list[IntArray] = []
         return self._file
 
@@ -91,7 +98,11 @@ class ShardWriter:
         file.write(raw)
         self._digest.update(raw)
         self._sums.update(raw)
-        self.counts += np.bincount(piece, minlength=len(self.counts))
+        tokens = piece
+        if self._marked:
+            tokens, _, counted = unpack_marks(piece)
+            self._counted += int(counted.sum())
+        self.counts += np.bincount(tokens, minlength=len(self.counts))
 
     def _close_shard(self, file: BinaryIO) -> None:
         file.close()
@@ -102,6 +113,7 @@ class ShardWriter:
             tokens=self._held,
             sha256=self._digest.hexdigest(),
             documents=len(ends),
+            counted=self._counted if self._marked else None,
             sums=self._write_sidecar(".crc", self._sums.to_bytes()),
             ends=self._write_sidecar(".ends", ends.astype("<i8").tobytes()),
         )

@@ -32,6 +32,7 @@ from danlu.storage.data.shard_reader import (
     dataset_problem,
 )
 from danlu.storage.data.shuffle import IntArray
+from danlu.storage.data.token_marks import MARK_BITS, pack_marks
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes."""
@@ -140,8 +141,13 @@ class TokenShards:
 
     def read(self, start: int, count: int) -> IntArray:
         """Tokens start … start + count - 1, across shards if need be."""
-        pieces = [self._read_slice(span).view(disk_dtype(self.index.dtype)) for span in self.shard_slices(start, count)]
-        return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+        words = self._read_stored(start, count)
+        return words >> MARK_BITS if self.index.has_loss_mask else words
+
+    def read_words(self, start: int, count: int) -> IntArray:
+        """The same with their marks (`token_marks`): in text, every end-of-text token ends a document."""
+        words = self._read_stored(start, count)
+        return words if self.index.has_loss_mask else pack_marks(words, words == self.index.end_of_text)
 
     def prefetch(self, starts: Sequence[int], count: int) -> None:
         """Prefetch several ranges of `count` tokens, all at once if they are remote."""
@@ -225,6 +231,10 @@ class TokenShards:
                 problems += error.problems
         return problems
 
+    def _read_stored(self, start: int, count: int) -> IntArray:
+        pieces = [self._read_slice(span).view(disk_dtype(self.index.dtype)) for span in self.shard_slices(start, count)]
+        return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+
     def _read_slice(self, span: ShardSlice) -> NDArray[np.uint8]:
         while True:
             try:
@@ -291,11 +301,18 @@ class ShuffledDataset:
 
     def read_samples(self, indices: IntArray) -> IntArray:
         """Samples at these indices of the sequence, as rows of `length + 1` tokens: int64 [n, length + 1]."""
+        return self._read_rows(indices, self.shards.read)
+
+    def read_words(self, indices: IntArray) -> IntArray:
+        """The same with their marks (`token_marks`)."""
+        return self._read_rows(indices, self.shards.read_words)
+
+    def _read_rows(self, indices: IntArray, read: Callable[[int, int], IntArray]) -> IntArray:
         rows = np.empty((len(indices), self.length + 1), dtype=np.int64)
         starts = (self.sample_ids(indices) * self.length).tolist()
         self.shards.prefetch(starts, self.length + 1)
         for row, start in zip(rows, starts, strict=True):
-            row[:] = self.shards.read(start, self.length + 1)
+            row[:] = read(start, self.length + 1)
         return rows
 
 

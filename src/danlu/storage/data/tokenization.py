@@ -20,7 +20,7 @@ class TokenizedBatch(NamedTuple):
 
     locations: Sequence[DocumentPosition]
     tokens: TokenIds
-    """Of all documents, each with its end-of-text token."""
+    """Of all documents, each with its end-of-text token; of conversations words with marks (`token_marks`)."""
     ends: IntArray
     """Position after each document: int64 [documents]."""
 
@@ -35,7 +35,7 @@ def batch_documents(documents: Iterable[SourceDocument]) -> Iterator[list[Source
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document.text)
+        characters += len(document.text.text)
         if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -45,7 +45,12 @@ def batch_documents(documents: Iterable[SourceDocument]) -> Iterator[list[Source
 
 def tokenize_batch(batch: Sequence[SourceDocument], tokenizer: Tokenizer) -> TokenizedBatch:
     """Tokenize a batch of documents."""
-    ids = tokenizer.encode_batch([document.text for document in batch])
+    positions = [document.position for document in batch]
+    if batch[0].text.answers is not None:
+        words = tokenizer.encode_chats([document.text for document in batch])
+        ends = np.fromiter(accumulate(map(len, words)), dtype=np.int64, count=len(words))
+        return TokenizedBatch(positions, np.concatenate(words), ends)
+    ids = tokenizer.encode_batch([document.text.text for document in batch])
     end = np.array([tokenizer.end_of_text], dtype=token_dtype(tokenizer.vocabulary))
     tokens = np.concatenate([piece for each in ids for piece in (each, end)])
     if (largest := int(tokens.max())) >= tokenizer.vocabulary:
@@ -53,7 +58,7 @@ def tokenize_batch(batch: Sequence[SourceDocument], tokenizer: Tokenizer) -> Tok
             f"tokenizer {tokenizer.name} gave id {largest}, beyond its vocabulary of {tokenizer.vocabulary}"
         )
     ends = np.fromiter(accumulate(len(each) + 1 for each in ids), dtype=np.int64, count=len(ids))
-    return TokenizedBatch([document.position for document in batch], tokens, ends)
+    return TokenizedBatch(positions, tokens, ends)
 
 
 def local_tokenize_fn(tokenizer: Tokenizer) -> TokenizeFn:

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from danlu.spec import SpecError
 from danlu.spec.files import read_bytes
 from danlu.spec.problem import problem_at, suggest_name
+from danlu.storage.data.chat_template import ChatTemplate, DocumentText, load_chat_template
+from danlu.storage.data.shuffle import IntArray
+from danlu.storage.data.token_marks import pack_marks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HfTokenizer
@@ -58,6 +61,10 @@ class Tokenizer(Protocol):
         """The ids of several texts, on several cores if the tokenizer supports that."""
         ...
 
+    def encode_chats(self, chats: Sequence[DocumentText]) -> list[IntArray]:
+        """The words (`token_marks`) of rendered conversations: special tokens are read, and answers are counted."""
+        ...
+
     def decode(self, ids: TokenIds) -> str:
         """The text of these ids; incomplete characters at the ends become �."""
         ...
@@ -99,6 +106,10 @@ class BytesTokenizer:
         """The bytes of several texts."""
         return [self.encode(text) for text in texts]
 
+    def encode_chats(self, chats: Sequence[DocumentText]) -> list[IntArray]:
+        """Never called: bytes have no special tokens, which a chat template needs."""
+        raise NotImplementedError("the bytes tokenizer has no chat template")
+
     def decode(self, ids: TokenIds) -> str:
         """The text of these ids; incomplete characters become �, an end of text is shown as <|endoftext|>."""
         texts = np.split(ids, np.flatnonzero(ids == self.end_of_text))
@@ -112,10 +123,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path, end_of_text: str | None = None, content: bytes | None = None) -> None:
         """Read a file, or use its `content` if given."""
         content = _read_tokenizer_file(path) if content is None else content
-        self._tokenizer = _parse_tokenizer(path, content)
-        # A file may carry the truncation and padding of the model it was made for, which would cut documents short.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = _without_limits(_parse_tokenizer(path, content))
+        self._chat_tokenizer: HfTokenizer | None = None
         # A document that contains "<|endoftext|>" must not end there: special tokens in text are plain text.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -134,6 +143,28 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts of its special tokens."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    def encode_chats(self, chats: Sequence[DocumentText]) -> list[IntArray]:
+        """The words of rendered conversations; a token that begins before an answer belongs to the prompt."""
+        if self._chat_tokenizer is None:
+            file, content, _ = self.serialized
+            self._chat_tokenizer = _without_limits(_parse_tokenizer(Path(file), content))
+        encodings = self._chat_tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        words: list[IntArray] = []
+        for chat, encoding in zip(chats, encodings, strict=True):
+            starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+            counted = np.zeros(len(starts), dtype=bool)
+            for first, end in chat.answers or ():
+                counted |= (starts >= first) & (starts < end)
+            ends = np.zeros(len(starts), dtype=bool)
+            ends[-1:] = True
+            words.append(pack_marks(np.array(encoding.ids, dtype=np.int64), ends, counted))
+        return words
+
     def decode(self, ids: TokenIds) -> str:
         """The text of these ids, the end of a text included."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
@@ -147,6 +178,14 @@ def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
         message = f'is "{end_of_text}", but the bytes tokenizer has its own end of text (256)'
         raise SpecError([problem_at(Path(name), 1, "end-of-text", message, "omit it")])
     return BytesTokenizer()
+
+
+def open_chat_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
+    """The chat template beside the file of a tokenizer."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        message = "has no chat template: conversations need the special tokens of a model's own tokenizer"
+        raise SpecError([problem_at(path, 1, "tokenizer", message, "--tokenizer MODEL/tokenizer.json")])
+    return load_chat_template(path, tokenizer.special_tokens)
 
 
 def _read_tokenizer_file(path: Path) -> bytes:
@@ -170,6 +209,13 @@ def _parse_tokenizer(path: Path, content: bytes) -> "HfTokenizer":
     except Exception as error:  # the package raises bare Exception for a file it cannot read
         hint = "a file that the `tokenizers` package wrote, or `bytes`"
         raise SpecError([problem_at(path, 1, "tokenizer", f"is not a tokenizer.json: {error}", hint)]) from None
+
+
+def _without_limits(tokenizer: "HfTokenizer") -> "HfTokenizer":
+    """A file may carry the truncation and padding of the model it was made for, which would cut documents short."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _choose_eos_token(path: Path, tokenizer: "HfTokenizer", names: list[str], wanted: str | None) -> str:
