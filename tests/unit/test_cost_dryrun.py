@@ -9,8 +9,11 @@ import pytest
 
 from danlu.comm.rank_layout import dense_ranks
 from danlu.cost.collectives import Link, Network
+from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.memory import MemoryEstimate
+from danlu.cost.muon import muon_work
 from danlu.cost.parallel_layout import layout_from_plan
+from danlu.cost.rank_memory import RankMemoryEstimator
 from danlu.cost.step_prediction import Predictor
 from danlu.dryrun.dry_run import dry_run_ranks
 from danlu.planner import PlanRequest
@@ -19,7 +22,7 @@ from danlu.spec.load import load_cluster, load_model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.recipe import BatchConfig, DataConfig, OptimizerConfig, PrecisionConfig, Recipe
 from danlu.spec.recompute import RecomputeLayers
-from danlu.spec.trace import Trace
+from danlu.spec.trace import MEMORY_KINDS, Trace
 
 POD = load_cluster("h100-pod")
 
@@ -196,6 +199,21 @@ def _parts(formulas: Predictor, wanted: Plan, bandwidth: float) -> dict[str, flo
     """Seconds of a step by part on one wire."""
     wire = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
     return formulas.on(wire).predict(layout_from_plan(wanted, POD)).parts
+
+
+@pytest.mark.parametrize("name", [case for case in CASES if str(case.values[0]) in MUON])
+def test_the_update_of_muon_takes_the_bytes_that_are_priced(name: str) -> None:
+    """Beside the states: what is sent and received, and the iterations."""
+    formulas, wanted, traces = both(name)
+    estimator = RankMemoryEstimator(formulas.context, layout_from_plan(wanted, POD), LayoutCache())
+    muon = formulas.context.software.muon
+    assert muon is not None
+    for place, trace in traces.items():
+        work = muon_work(muon, estimator.stages[place], estimator.layout, estimator.groups)
+        states = [MEMORY_KINDS.index(kind) for kind in ("parameters", "gradients", "optimizer")]
+        updates = [instant.held for instant in trace.memory if instant.phase == "optimizer"]
+        beside = max(sum(size for kind, size in enumerate(held) if kind not in states) for held in updates)
+        assert work.memory(muon.element_bytes) == pytest.approx(beside, rel=0.25), place
 
 
 @pytest.mark.parametrize("steps", [1, 5])

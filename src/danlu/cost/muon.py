@@ -57,12 +57,12 @@ class MuonWork(NamedTuple):
         }
 
     def memory(self, element_bytes: int) -> float:
-        """Bytes while the largest round is at work: what is sent and received, and a matrix's iteration.
+        """Bytes while the largest round is at work: shards that are sent, the matrix they make, and its iteration.
 
-        A matrix, its product with the Gram matrix and the next one; two Gram matrices at most as large.
+        Of an iteration the matrix, its product with the Gram matrix, and the next one; Gram matrices are smaller.
         """
         rounds = [exchange for exchange in (self.dense, self.experts) if exchange.rounds]
-        return max((element_bytes * 4.0 * exchange.largest for exchange in rounds), default=0.0)
+        return max((element_bytes * 5.0 * exchange.largest for exchange in rounds), default=0.0)
 
 
 def muon_work(traits: MuonTraits, contents: StageContents, layout: ParallelLayout, groups: LayoutGroups) -> MuonWork:
