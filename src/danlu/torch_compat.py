@@ -107,6 +107,11 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move each tensor in place towards another, in one call for all of them."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
 def batch_p2p(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Start sends and receives together, as the schedules do."""
     return schedules._batch_p2p(operations)

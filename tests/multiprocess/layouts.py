@@ -7,7 +7,15 @@ from danlu.spec.catalog import catalog_entries
 from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.model import Model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
-from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, OptimizerConfig, PrecisionConfig, Recipe
+from danlu.spec.recipe import (
+    BatchConfig,
+    BatchRampStage,
+    DataConfig,
+    LRSchedule,
+    OptimizerConfig,
+    PrecisionConfig,
+    Recipe,
+)
 from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.toml import read
 
@@ -40,6 +48,12 @@ NETWORK = Cluster(
 )
 """A network for layouts that choose their place on it; only its shape matters here."""
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"kind": "muon", "newton_schulz_dtype": "fp32"},
+    "muon, original": {"kind": "muon", "newton_schulz_dtype": "fp32", "adjust_learning_rate": "original"},
+}
+"""Optimizers by the name that a layout gives them: orthogonalized in fp32, since bf16 turns rounding into noise."""
+
 
 def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Recipe:
     """Ten steps in fp32, with a learning rate that moves every parameter well past the tolerance.
@@ -48,8 +62,17 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
     (the bias of the keys is such a one) into a step of full length, which no two summation orders share.
     """
     values = read(catalog_entries("models")[model]).values | {"vocabulary": 264}
+    optimizer: dict[str, Any] = {}
+    precision = PrecisionConfig()
+    ramp: tuple[BatchRampStage, ...] = ()
     for key, value in (changes or {}).items():
-        if key in ("balance", "experts", "score", "shared"):
+        if key == "optimizer":
+            optimizer = OPTIMIZERS[value]
+        elif key == "compute":
+            precision = PrecisionConfig(compute=value)
+        elif key == "ramp":
+            ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
+        elif key in ("balance", "experts", "score", "shared"):
             values["moe"] = values["moe"] | {key: value}
         else:
             values[key] = value
@@ -59,10 +82,10 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
         steps=STEPS,
         model=Model.model_validate(values),
         data=DataConfig(shards=shards),
-        batch=BatchConfig(sequences=16, length=32),
-        optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-6),
+        batch=BatchConfig(sequences=16, length=32, ramp=ramp),
+        optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, **optimizer),
         schedule=LRSchedule(kind="cosine", warmup=3),
-        precision=PrecisionConfig(),
+        precision=precision,
     )
 
 
@@ -192,15 +215,56 @@ def _layouts() -> list[Layout]:
     moe("hsdp × cp × ep 4", replicate=2, shard=2, cp=2, ep=4)
     moe("tp × interleaved × ep", shard=2, tp=2, pp=2, ep=4, microbatches=4, schedule="interleaved", per_rank=2)
     moe("1f1b × cp × tp, a stage without experts", pp=2, cp=2, tp=2, microbatches=4, layers=(1, 3))
+    # A batch that grows.
+    ramp = {"ramp": ((3, 4), (6, 8))}
+    gpt("hsdp, ramp", ramp, replicate=2, shard=2)
+    gpt("fsdp × interleaved, ramp", {"ramp": ((4, 8),)}, shard=2, pp=2, microbatches=4, schedule="interleaved",
+        per_rank=2)  # fmt: skip
+    gpt("fsdp × 1f1b, ramp", {"ramp": ((4, 8),)}, shard=2, pp=2, microbatches=4)
+    moe("ep, accumulate 2, ramp", {"ramp": ((3, 8),)}, shard=2, ep=2, microbatches=4)
+    # Muon: matrices assembled from shards of every axis; experts whole, and sharded by their matrices.
+    muon = {"optimizer": "muon"}
+
+    def dense_muon(name: str, **settings: Any) -> None:
+        made.append(Layout(f"muon {name}", "tiny-llama", _plan(**settings), changes=muon))
+
+    dense_muon("accumulate 4", microbatches=4)
+    dense_muon("fsdp", shard=2)
+    dense_muon("fsdp 8", shard=8)
+    dense_muon("replicas", replicate=2)
+    dense_muon("tp", tp=2)
+    dense_muon("cp", cp=2)
+    dense_muon("1f1b", pp=2, microbatches=4)
+    dense_muon("hsdp", replicate=2, shard=2)
+    dense_muon("fsdp × tp", shard=2, tp=2)
+    dense_muon("fsdp × zbv", shard=2, pp=2, microbatches=4, schedule="zbv", per_rank=2)
+    dense_muon("hsdp × tp", replicate=2, shard=2, tp=2)
+    gpt("muon tied, fsdp × tp", {"optimizer": "muon, original", "tied": True}, shard=2, tp=2)
+    moe("muon ep", {"optimizer": "muon, original"}, shard=2, ep=2)
+    moe("muon fsdp × ep", muon, shard=4, ep=2)
+    moe("muon fsdp × ep, fewer experts than ranks", muon | {"experts": 4}, shard=8, ep=2)
+    moe("muon ep over tp, shared expert", muon | {"shared": 1}, tp=2, ep=2)
+    moe("muon hsdp × cp × ep 4", muon, replicate=2, shard=2, cp=2, ep=4)
+    moe("muon fsdp × tp × 1f1b × ep", muon, shard=2, tp=2, pp=2, ep=4, microbatches=4)
     return made
 
 
 LAYOUTS = _layouts()
+FP16_LAYOUTS = [
+    Layout(f"fp16 {name}", model, layout, changes={"compute": "fp16"})
+    for name, model, layout in (
+        ("fsdp × tp", "tiny-llama", _plan(shard=2, tp=2)),
+        ("1f1b", "tiny-llama", _plan(pp=2, microbatches=4)),
+        ("ep", "tiny-moe", _plan(shard=2, ep=2)),
+    )
+]
+"""The same in fp16 with a scaled loss, where sums in another order differ by what fp16 rounds."""
 QUICK = (
     *("accumulate 4", "moe accumulate 4", "fsdp", "tp", "cp", "moe ep", "moe ep, balanced by bias"),
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
     "fsdp × tp, regathered",
     *("moe fsdp × ep", "moe ep over tp"),
+    *("muon hsdp", "muon fsdp × tp"),
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

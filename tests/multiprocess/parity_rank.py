@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 from deviations import compare, whole_parameters, write_reference
-from layouts import LAYOUTS, STEPS, Layout, recipe
+from layouts import FP16_LAYOUTS, LAYOUTS, STEPS, Layout, recipe
 from training import train_in_memory
 from worlds import Worlds
 
 from danlu.spec.plan import Plan
+
+EVERY = [*LAYOUTS, *FP16_LAYOUTS]
 
 
 def train_reference(layout: Layout, folder: Path) -> None:
@@ -33,13 +35,13 @@ def train_layout(layout: Layout, rank: int, folder: Path) -> None:
     except Exception:
         raise RuntimeError(f"{layout.name}: {traceback.format_exc()}") from None
     result["seconds"] = time.time() - started
-    (folder / f"parity-{LAYOUTS.index(layout)}-{rank}.json").write_text(json.dumps(result))
+    (folder / f"parity-{EVERY.index(layout)}-{rank}.json").write_text(json.dumps(result))
 
 
 def main() -> None:
     rank, processes, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    selected = [layout for layout in LAYOUTS if layout.name in json.loads(sys.argv[5])]
+    selected = [layout for layout in EVERY if layout.name in json.loads(sys.argv[5])]
     worlds = Worlds(rank, processes, port)
     for layout in {layout.reference: layout for layout in selected}.values():
         worlds.within(1, partial(train_reference, layout, folder))

@@ -49,7 +49,7 @@ class PlainRun:
 
 
 def rate_of(step: int, recipe: Recipe) -> float:
-    """Linear warm-up; then constant, cosine or linear to the end, or constant with a linear decay at the end."""
+    """Linear warm-up; then constant, cosine or linear to the end, or constant with a decay at the end."""
     schedule, steps, top = recipe.schedule, recipe.steps, recipe.optimizer.learning_rate
     bottom = schedule.final * top
     if step < schedule.warmup:
@@ -62,7 +62,9 @@ def rate_of(step: int, recipe: Recipe) -> float:
         if step < start:
             return top
     done = (step - start) / (steps - start)
-    if schedule.kind == "cosine":
+    if schedule.kind == "wsd" and schedule.shape == "1-sqrt":
+        return top - (top - bottom) * sqrt(done)
+    if schedule.kind == "cosine" or (schedule.kind == "wsd" and schedule.shape == "cosine"):
         return bottom + (top - bottom) * 0.5 * (1 + cos(pi * done))
     return top + (bottom - top) * done
 
@@ -123,7 +125,8 @@ def train_plainly(
 ) -> PlainRun:
     """Cross-entropy, accumulation, clipping by the whole norm, AdamW that decays matrices, experts evened by bias.
 
-    `objective` gives what the step that begins with a sample minimizes.
+    `objective` gives what the step that begins with a sample minimizes. A batch that is still small has fewer
+    microbatches of the same size.
     """
     settings, batch, run = recipe.optimizer, recipe.batch, PlainRun()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -135,11 +138,13 @@ def train_plainly(
     loads = count_choices(model)
     words = seed_layers(model, model.layers) if isinstance(getattr(model, "layers", None), nn.ModuleList) else {}
     model.train()
+    first = 0
     for step in range(recipe.steps):
-        first = step * batch.sequences
-        rows = torch.from_numpy(samples.read_samples(np.arange(first, first + batch.sequences)))
+        size = next((stage.sequences for stage in batch.ramp if step < stage.until), batch.sequences)
+        rows = torch.from_numpy(samples.read_samples(np.arange(first, first + size)))
         loss, aim = 0.0, objective(first)
-        for number, piece in enumerate(rows.chunk(microbatches)):
+        first += size
+        for number, piece in enumerate(rows.split(batch.sequences // microbatches)):
             words.update(seed=recipe.seed, step=step, microbatch=number)
             share = aim.loss_sum(model, piece) / aim.count(rows)
             share.backward()

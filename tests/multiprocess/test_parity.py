@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from deviations import FIGURES, gather, selected, summary
-from layouts import LAYOUTS, QUICK, STEPS, Layout
+from layouts import FP16_LAYOUTS, LAYOUTS, QUICK, STEPS, Layout
 from ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,7 @@ def results(
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, dict[str, float]]:
     names = selected(request)
-    chosen = [layout for layout in LAYOUTS if layout.name in names]
+    chosen = [layout for layout in (*LAYOUTS, *FP16_LAYOUTS) if layout.name in names]
     run_ranks(RANK, max(each.plan.degrees.world for each in chosen), str(folder), json.dumps(names), seconds=1500)
     told = [json.loads(file.read_text()) for file in folder.glob("parity-*.json")]
     found = {
@@ -43,8 +43,9 @@ def results(
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         reporter.ensure_newline()
         _print(found)
-    if len(chosen) == len(LAYOUTS):
-        report(summary(found, {layout.name: layout.plan.degrees.world for layout in LAYOUTS}, BAR))
+    if len(chosen) >= len(LAYOUTS):
+        full = {layout.name: found[layout.name] for layout in LAYOUTS}
+        report(summary(full, {layout.name: layout.plan.degrees.world for layout in LAYOUTS}, BAR))
     return found
 
 
@@ -52,7 +53,7 @@ def _print(found: dict[str, dict[str, float]]) -> None:
     table = Table(title=f"Worst deviation from one process over {STEPS} steps in fp32")
     for heading in ("layout", "ranks", "loss", "norm", "parameters", "seconds"):
         table.add_column(heading, justify="left" if heading == "layout" else "right")
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *FP16_LAYOUTS):
         if (worst := found.get(layout.name)) is None:
             continue
         figures = [f"{worst[key]:.1e}" for key in ("loss", "norm", "parameters")]
@@ -64,6 +65,14 @@ def _print(found: dict[str, dict[str, float]]) -> None:
 def test_layout_equals_one_process(layout: Layout, results: dict[str, dict[str, float]]) -> None:
     worst = results[layout.name]
     assert all(worst[figure] <= BAR for figure in FIGURES), worst
+
+
+@pytest.mark.parametrize("layout", tiered(FP16_LAYOUTS, ()))
+def test_layout_in_fp16_equals_one_process_within_its_rounding(
+    layout: Layout, results: dict[str, dict[str, float]]
+) -> None:
+    worst = results[layout.name]
+    assert worst["loss"] <= 1e-3 and worst["norm"] <= 1e-2 and worst["parameters"] <= 5e-3, worst
 
 
 @pytest.mark.parametrize("name", ["every layout", "quick layouts"])

@@ -245,8 +245,36 @@ CONTRADICTIONS = {
     "pattern-of-experts": _recipe(
         '"bf16"\n', '"bf16"\nlayers = [{match = "blocks.*.mlp.experts", compute = "fp32"}]\n'
     ),
-    "fp16": _recipe('"bf16"', '"fp16"'),
-    "fp16-of-a-layer": _recipe('"bf16"\n', '"bf16"\n\n[[precision.layers]]\nmatch = "head"\ncompute = "fp16"\n'),
+    "shape-ignored": _recipe("warmup = 10", 'shape = "1-sqrt"'),
+    "ramp-ends-late": _recipe("length = 64", "length = 64\nramp = [{until = 100, sequences = 8}]"),
+    "ramp-goes-back": _recipe(
+        "length = 64", "length = 64\nramp = [{until = 20, sequences = 4}, {until = 20, sequences = 8}]"
+    ),
+    "ramp-falls": _recipe("length = 64", "length = 64\nramp = [{until = 20, sequences = 16}]"),
+    "ramp-by-microbatches": _plan(
+        "shard = 2",
+        "microbatches = 4",
+        RECIPE.replace("length = 64", "length = 64\nramp = [{until = 9, sequences = 6}]"),
+    ),
+    "ramp-starves-the-pipeline": _plan(
+        "pp = 2", "microbatches = 4", RECIPE.replace("length = 64", "length = 64\nramp = [{until = 9, sequences = 4}]")
+    ),
+    "ramp-by-ranks": _plan(
+        "shard = 4", "", RECIPE.replace("length = 64", "length = 64\nramp = [{until = 9, sequences = 6}]")
+    ),
+    "muon-settings-ignored": _recipe("[schedule]", "[optimizer]\nmomentum = 0.9\n\n[schedule]"),
+    "group-matches-nothing": _recipe(
+        "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.4.*"\nweight_decay = 0\n\n[schedule]'
+    ),
+    "group-sets-nothing": _recipe("[schedule]", '[[optimizer.groups]]\nmatch = "embed.*"\n\n[schedule]'),
+    "group-never-wins": _recipe(
+        "[schedule]",
+        '[optimizer]\ngroups = [{match = "embed.*", weight_decay = 0}, {match = "*", weight_decay = 1}]\n\n[schedule]',
+    ),
+    "group-of-vectors-by-muon": _recipe(
+        "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.*.attention*"\nkind = "muon"\n\n[schedule]'
+    ),
+    "loss-scale-ignored": _recipe('"bf16"', '"bf16"\nloss_scale = {initial = 1024}'),
     "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),
     "uneven-ranks": _plan("shard = 9", recipe=RECIPE.replace("sequences = 16", "sequences = 18"), cluster=CLUSTER),
     "unknown-level": _mapped("tp = 2", "tp = {nod = 2}"),

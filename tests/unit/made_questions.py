@@ -1,5 +1,7 @@
 """Small questions for the planner, whose every layout can be priced."""
 
+from dataclasses import replace
+
 from danlu.planner import PlanRequest, parse_constraints
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import load_cluster
@@ -52,3 +54,8 @@ def question(
         constraints=parse_constraints(fix, without),
         **more,
     )
+
+
+def with_recipe(asked: PlanRequest, **changes: object) -> PlanRequest:
+    """The same question about another recipe."""
+    return replace(asked, recipe=asked.recipe.model_copy(update=changes))

@@ -17,7 +17,7 @@ from danlu.planner import PlanRequest
 from danlu.planner.pricing import software_for
 from danlu.spec.load import load_cluster, load_model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
-from danlu.spec.recipe import BatchConfig, DataConfig, PrecisionConfig, Recipe
+from danlu.spec.recipe import BatchConfig, DataConfig, OptimizerConfig, PrecisionConfig, Recipe
 from danlu.spec.recompute import RecomputeLayers
 from danlu.spec.trace import Trace
 
@@ -86,13 +86,22 @@ IN_FULL = {
     "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
 }
 """Computed in fp32, as on a CPU."""
-LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL
+MUON = {
+    "muon: fsdp": (plan(shard=8), 8),
+    "muon: fsdp × tp": (plan(shard=2, tp=4), 8),
+    "muon: hsdp × tp": (plan(replicate=2, shard=2, tp=2), 8),
+    "muon: 1f1b × hsdp": (plan(pp=2, replicate=2, shard=2, microbatches=4), 16),
+    "muon: ep × tp": (plan(shard=4, tp=2, ep=4), 8),
+    "muon: hsdp × ep, fewer experts than ranks": (plan(replicate=2, shard=16, ep=4), 32),
+}
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON
 QUICK = {
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
     "1f1b × tp, by layer",
     "ep × tp, selective",
     "fp32: fsdp",
+    "muon: hsdp × tp",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 
@@ -107,6 +116,7 @@ def recipe_of(name: str) -> Recipe:
         data=DataConfig(shards="none", document_mask=name in DOCUMENTS),
         batch=BatchConfig(sequences=sequences, length=4096),
         precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),
+        optimizer=OptimizerConfig(kind="muon" if name in MUON else "adamw"),
     )
 
 
@@ -172,6 +182,9 @@ def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
     priced = {axis: sum(slow.get(part, 0.0) - free.get(part, 0.0) for part in parts) for axis, parts in PARTS.items()}
     if wanted.degrees.shard == wanted.degrees.world:
         priced = {"world": sum(priced.values())}  # the group of all ranks has that name, whatever it sends for
+    if name in MUON:  # matrices are exchanged over several axes, and priced in one part
+        priced = {"any": sum(priced.values()) + slow["exchange"] - free["exchange"]}
+        sent = {"any": sum(sent.values())}
     for axis, seconds in priced.items():
         # The head stays gathered for the backward pass; the price takes its share of experts' parameters too.
         share = 0.03 if wanted.degrees.ep > 1 else 0.02
@@ -183,6 +196,23 @@ def _parts(formulas: Predictor, wanted: Plan, bandwidth: float) -> dict[str, flo
     """Seconds of a step by part on one wire."""
     wire = Network((Link(wanted.degrees.world, bandwidth, latency=0.0),), collective_latency=0.0)
     return formulas.on(wire).predict(layout_from_plan(wanted, POD)).parts
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_update_of_muon_is_in_the_price(steps: int) -> None:
+    """Its iterations are the chip's FLOPs, at no more than its peak, and grow with their number."""
+    wanted = plan(replicate=2, shard=2, tp=2)
+    made = recipe_of("muon: hsdp × tp")
+    made = made.model_copy(update={"optimizer": OptimizerConfig(kind="muon", newton_schulz_steps=steps)})
+    formulas = formulas_of(made, wanted)
+    parts = formulas.predict(layout_from_plan(wanted, POD)).parts
+    model = made.decoder
+    matrices = [(model.width, model.width), (1024, model.width), (1024, model.width), (model.width, model.width)]
+    matrices += 3 * [(model.mlp_dim, model.width)]
+    flops = model.layers * steps * sum(4.0 * min(m) ** 2 * max(m) + 2.0 * min(m) ** 3 for m in matrices)
+    even = flops / wanted.degrees.world / POD.chip.peak["bf16"]
+    assert even < parts["orthogonalization"] < 4 * even
+    assert formulas.predict(layout_from_plan(wanted, POD)).seconds == pytest.approx(sum(parts.values()))
 
 
 def test_a_spread_of_layouts_is_compared() -> None:

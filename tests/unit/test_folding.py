@@ -10,7 +10,15 @@ from danlu.dryrun.layer_extrapolation import LayerMismatchError, extrapolate_ste
 from danlu.dryrun.step_record import StepRecord
 from danlu.spec.load import load_model
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
-from danlu.spec.recipe import BatchConfig, DataConfig, LayerPrecision, PrecisionConfig, Recipe
+from danlu.spec.recipe import (
+    BatchConfig,
+    DataConfig,
+    LayerPrecision,
+    OptimizerConfig,
+    OptimizerGroup,
+    PrecisionConfig,
+    Recipe,
+)
 from danlu.spec.trace import Trace
 
 
@@ -34,6 +42,8 @@ def plan(schedule: Any = "1f1b", per_rank: int = 1, **settings: Any) -> Plan:
 
 
 BF16 = PrecisionConfig(compute="bf16")
+MUON = OptimizerConfig(kind="muon")
+BY_LAYER = OptimizerConfig(groups=(OptimizerGroup(match="blocks.[5-7].*", weight_decay=0.0),))
 FIRST_IN_BF16 = LayerPrecision(match="blocks.1", compute="bf16")
 CASES = {
     "fsdp": (recipe("tiny-llama", 8), plan(shard=4, microbatches=2), 0, 4),
@@ -45,9 +55,17 @@ CASES = {
     "zero-bubble, uneven": (recipe("tiny-llama", 29), plan("zero-bubble", 2, pp=2, microbatches=2), 1, 7),
     "experts": (recipe("tiny-moe", 10, dense=1), plan(shard=2, ep=2, recompute="full"), 0, 5),
     "experts × tp, selective": (recipe("tiny-moe", 9), plan(shard=2, tp=2, ep=4, recompute="selective"), 2, 5),
+    "muon, hsdp × tp": (recipe("tiny-llama", 9, optimizer=MUON), plan(replicate=2, shard=2, tp=2), 1, 5),
+    "muon, experts × 1f1b": (
+        recipe("tiny-moe", 20, dense=1, optimizer=MUON),
+        plan(pp=2, shard=2, ep=2, microbatches=2),
+        0,
+        5,
+    ),
+    "groups by layer": (recipe("tiny-llama", 9, optimizer=BY_LAYER), plan(shard=2), 1, 5),
     "experts × 1f1b": (recipe("tiny-moe", 20, dense=1), plan(pp=2, shard=2, ep=2, microbatches=2), 0, 5),
 }
-QUICK = {"1f1b", "experts × tp, selective"}
+QUICK = {"1f1b", "experts × tp, selective", "muon, hsdp × tp"}
 
 
 def operators(trace: Trace) -> Counter[Any]:

@@ -17,10 +17,17 @@ from torch.distributed.tensor import DTensor
 from danlu.framework.state import TrainState
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
-from danlu.spec.recipe import LRSchedule, Recipe
+from danlu.spec.recipe import BatchConfig, BatchRampStage, LRSchedule, OptimizerConfig, Recipe
 from danlu.spec.recompute import RecomputeLayers
 
 BAR = 1e-5
+SHARPER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-5, weight_decay=0.5, clip=1.0)
+"""Gradients of small batches are longer."""
+RAMP = BatchConfig(
+    sequences=8,
+    length=16,
+    ramp=(BatchRampStage(until=2, sequences=2), BatchRampStage(until=5, sequences=4)),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +55,9 @@ def check_same(run: Run, plain: PlainRun) -> None:
     for name, buffer in run.plain.named_buffers():
         if name.endswith("bias_E"):
             assert torch.equal(state.stage_modules[0].get_buffer(name), buffer), name
-    assert (state.step, state.cursor) == (run.made.steps, run.made.steps * run.made.batch.sequences)
+    batch, tokens = run.made.batch, [report.tokens for report in reports]
+    assert (state.step, state.cursor) == (run.made.steps, sum(tokens) // batch.length)
+    assert batch.ramp or tokens == [batch.tokens] * run.made.steps
 
 
 def _moment(state: TrainState, parameter: nn.Parameter) -> Tensor:
@@ -67,6 +76,19 @@ CASES: dict[str, tuple[Recipe, Plan]] = {
     "a module with dropout, recompute by layer": (
         recipe(own("PlainModel", layers=2, dropout=0.2)),
         Plan(recompute=RecomputeLayers(selective="0", full="1")),
+    ),
+    "a batch that grows": (recipe(Model(**SHAPE), batch=RAMP, optimizer=SHARPER), Plan(microbatches=4)),
+    "a batch that grows, experts": (
+        recipe(Model(**SHAPE, moe=MOE), batch=RAMP, optimizer=SHARPER),
+        Plan(microbatches=8),
+    ),
+    "a module with dropout, a batch that grows": (
+        recipe(own("PlainModel", layers=2, dropout=0.2), batch=RAMP, optimizer=SHARPER),
+        Plan(microbatches=4),
+    ),
+    "decay as a root": (
+        recipe(Model(**SHAPE), schedule=LRSchedule(kind="wsd", warmup=2, decay=4, shape="1-sqrt")),
+        Plan(),
     ),
     "constant": (recipe(Model(**SHAPE), schedule=LRSchedule(kind="constant")), Plan()),
     "linear": (recipe(Model(**SHAPE), schedule=LRSchedule(kind="linear", warmup=2, final=0.0)), Plan()),

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from made_questions import DENSE, EXPERTS, machine, question
+from made_questions import DENSE, EXPERTS, machine, question, with_recipe
 
 from danlu.planner import PlanRequest, PlanRequestError, parse_constraints, price_plan, search, search_exhaustively
 from danlu.planner.mesh_placement import PlacementEnumerator, placement_of_plan
@@ -13,6 +13,7 @@ from danlu.planner.search_space import SearchSpace, candidate_from_plan
 from danlu.spec.check import find_problems
 from danlu.spec.load import ParsedSpec, load_cluster, load_recipe
 from danlu.spec.plan import Degrees, Plan
+from danlu.spec.recipe import BatchConfig, BatchRampStage, EmaConfig, OptimizerConfig
 from danlu.spec.toml import TomlDocument
 
 SMALL = {
@@ -25,6 +26,16 @@ SMALL = {
     "experts, little memory": question(EXPERTS, chips=8, cluster=machine(nodes=2, memory=16e9), sequences=8),
     "experts, imbalance": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8, expert_imbalance=2.0),
     "no pipeline": question(chips=16, without="pp"),
+    "dense by Muon": with_recipe(question(chips=8, cluster=machine(nodes=2)), optimizer=OptimizerConfig(kind="muon")),
+    "experts by Muon, with an average": with_recipe(
+        question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8),
+        optimizer=OptimizerConfig(kind="muon"),
+        ema=EmaConfig(),
+    ),
+    "a batch that grows": with_recipe(
+        question(chips=8, cluster=machine(nodes=2)),
+        batch=BatchConfig(sequences=16, length=2048, ramp=(BatchRampStage(until=10, sequences=6),)),
+    ),
     "one node": question(chips=4, cluster=machine(nodes=1)),
 }
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from danlu.cli.ckpt_average import average
 from danlu.cli.ckpt_diff import diff
 from danlu.cli.ckpt_ref import (
     CheckpointRef,
@@ -29,6 +30,7 @@ from danlu.storage.checkpoint.repair import RepairResult, repair
 
 app = typer.Typer(help="Checkpoints: of a run, in a folder, or in an object store.", no_args_is_help=True)
 app.command()(diff)
+app.command()(average)
 
 RefArgument = Annotated[
     str,

@@ -39,9 +39,9 @@ def locate(
         raise typer.BadParameter("is missing: which batch?", param_hint="--step or --sample")
     recipe, data_rank, data = _open_run_or_recipe(run, plan, folder, rank)
     if step is not None:
-        sample = (step - 1) * recipe.batch.sequences + _samples_passed_over(run, folder, step)
+        sample = recipe.batch.cursor_after(step - 1) + _samples_passed_over(run, folder, step)
     assert sample is not None
-    rows = rank_sample_indices(sample, recipe.batch.sequences)
+    rows = rank_sample_indices(sample, recipe.batch.sequences_at(sample))
     if data_rank is not None:
         rows = rank_sample_indices(int(rows[0]), len(rows), *data_rank)
     found = trace_samples(data, np.asarray(rows), _decoder(recipe, data))

@@ -28,6 +28,7 @@ def export_hf(
     run: RunStepArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must be new.")],
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of the weights in the files.")] = "fp32",
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (`[ema]`), not the weights.")] = False,
     folder: RunsDirOption = DEFAULT_RUNS_DIR,
     tolerance: Tolerance = None,
     compare: Compare = True,
@@ -52,12 +53,14 @@ def export_hf(
         message = f"trains a custom model (`{recipe.model.factory}`), whose Hugging Face family Danlu does not know"
         hint = "save it from Python: danlu.Checkpointer reads its checkpoints into any layout"
         raise SpecError([run_problem(run, message, hint)])
+    if ema and recipe.ema is None:
+        raise SpecError([run_problem(run, "keeps no average of its weights", "omit --ema; a run needs a table [ema]")])
     model = recipe.model
     shapes = parameter_shapes(model)
 
     def read(parameter: str) -> torch.Tensor:
         tensor = torch.empty(shapes[parameter])
-        checkpoint.fill({parameter: tensor})
+        checkpoint.fill({parameter: tensor}, "ema" if ema else "model")
         return tensor
 
     imported = Path(recipe.weights) if recipe.weights else None

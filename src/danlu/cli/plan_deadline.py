@@ -22,7 +22,11 @@ _SCALE = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 def show_deadline(context: PlanContext, days: float, tokens: str) -> None:
     """The fewest chips that meet a deadline."""
     request = context.request
-    wanted = _tokens(tokens) if tokens else float(request.recipe.steps * request.recipe.batch.tokens)
+    wanted = (
+        _tokens(tokens)
+        if tokens
+        else float(request.recipe.batch.cursor_after(request.recipe.steps) * request.recipe.batch.length)
+    )
     with deadline_bar() as report_progress:
         found = fewest_chips(request, wanted, days, search, context.mtbf, report_progress)
     value: dict[str, Any] = {"tokens": wanted, "days": days, "tried": dict(found.tried_chips), "best": None}

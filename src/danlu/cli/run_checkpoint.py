@@ -30,9 +30,12 @@ class RunCheckpoint:
     step: int
     engine: "CheckpointEngine"
 
-    def fill(self, tensors: "Mapping[str, Tensor]") -> None:
-        """Fill full tensors in place, by their names in the model; every one is verified."""
-        self.engine.load_full(self.step, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    def fill(self, tensors: "Mapping[str, Tensor]", kind: str = "model") -> None:
+        """Fill full tensors in place, by their names in the model; every one is verified.
+
+        `kind` is `ema` for the average of the parameters.
+        """
+        self.engine.load_full(self.step, {f"{kind}.{name}": tensor for name, tensor in tensors.items()})
 
 
 def open_run_checkpoint(text: str, runs: Path) -> RunCheckpoint:

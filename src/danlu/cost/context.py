@@ -22,6 +22,8 @@ class CostContext:
     overheads: Overheads
     efficiency: ChipEfficiency
     device: DeviceModel
+    muon_device: DeviceModel
+    """The same chip in the precision of Muon's iterations."""
     network: Network
     solo_speedup: float
     """How much faster a rank runs while those it shares cores with wait."""
@@ -46,6 +48,7 @@ def cost_context(
         overheads=overheads,
         efficiency=efficiency,
         device=build_device(chip, dtype, efficiency),
+        muon_device=build_device(chip, software.muon.dtype if software.muon else dtype, efficiency),
         network=build_network(
             cluster,
             efficiency.intra_node,

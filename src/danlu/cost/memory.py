@@ -24,6 +24,9 @@ COMMUNICATOR_BYTES = 0.4e9
 FRAGMENTATION = 1.06
 """Reserved over allocated memory at the peak: blocks that no request fits into."""
 
+EMA_BYTES = 4
+"""Bytes of a parameter's average, in fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
@@ -89,7 +92,7 @@ def state_bytes(
     if sharding.parameters != "none" and not software.keep_half_parameters:
         parameters = 0.0
     gradients = split(software.gradient_bytes, "none" if unsharded else sharding.gradients)
-    optimizer = split(software.optimizer_bytes, sharding.optimizer)
+    optimizer = split(software.optimizer_bytes + (EMA_BYTES if software.ema else 0), sharding.optimizer)
     if software.gradient_bytes == 2:
         optimizer += split(4, sharding.optimizer)  # the update needs them in fp32
     elif software.unfused_grad_accumulation:

@@ -7,6 +7,7 @@ matmuls and of the causal half of attention.
 from dataclasses import dataclass
 
 from danlu.cost.layout_shapes import LayoutShapes
+from danlu.cost.muon import muon_work
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
 from danlu.cost.stage_contents import LayerKind, StageContents
 from danlu.ops import attention, embedding_head, experts, layer, mlp
@@ -37,7 +38,13 @@ class RankCounter(LayoutShapes):
             "replicate": self._replicate(contents),
             "pp": self._pipeline(rank),
         }
-        return RankCounts(self._flops(contents), {axis: size for axis, size in sent.items() if size})
+        flops = self._flops(contents)
+        if muon := self.software.muon:
+            work = muon_work(muon, contents, self.layout, self.groups)
+            flops += work.flops(muon.steps)
+            for axis, elements in work.sent_elements.items():
+                sent[axis] += muon.element_bytes * elements
+        return RankCounts(flops, {axis: size for axis, size in sent.items() if size})
 
     def _flops(self, contents: StageContents) -> float:
         """Matmuls once forward and twice backward, and once more with full recompute.

@@ -9,11 +9,15 @@ from danlu.cost.memory import (
     p2p_buffer_bytes,
     state_bytes,
 )
+from danlu.cost.muon import muon_work
 from danlu.cost.pipeline_schedules import MAX_ACTIVE_STAGES, SPLIT_BACKWARD_SCHEDULES
 from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.ops.attention import mask_bytes
 from danlu.ops.embedding_head import logit_elements, loss_bytes, table_parameters
 from danlu.ops.layer import deferred_gradient_elements
+
+MOMENT_BYTES = 4
+"""Bytes of a moment of a parameter, in fp32: Muon has one less than AdamW."""
 
 
 class RankMemoryEstimator(LayoutShapes):
@@ -32,6 +36,14 @@ class RankMemoryEstimator(LayoutShapes):
         states = state_bytes(
             mine, self.groups.dense, self.groups.experts, self.sharding, software, unsharded=self.defers_reduce
         )
+        at_update = 0.0
+        if muon := software.muon:
+            work = muon_work(muon, contents, layout, self.groups)
+            over = self.sharding.optimizer
+            spared = work.dense_elements / self.groups.dense.shards(over)
+            spared += work.expert_elements / self.groups.experts.shards(over)
+            states = states[0], states[1], states[2] - MOMENT_BYTES * spared
+            at_update = work.memory(muon.element_bytes)
         flight = microbatches_in_flight(rank, layout.pp, layout.stages_per_rank, layout.microbatches, layout.schedule)
         kept = 0.0
         for kind, count in contents.runs:
@@ -46,7 +58,7 @@ class RankMemoryEstimator(LayoutShapes):
         kept_for_weights = (
             self._deferred_weight_grad_bytes(rank, contents) if layout.schedule in SPLIT_BACKWARD_SCHEDULES else 0.0
         )
-        return self._with_lazy_gradients(contents, mine, states, kept, flight, gathered, kept_for_weights)
+        return self._with_lazy_gradients(contents, mine, states, kept, flight, gathered, kept_for_weights, at_update)
 
     def _backward_bytes(self, contents: StageContents) -> float:
         """Most bytes of a layer's backward pass beyond what all layers of its microbatch saved.
@@ -100,6 +112,7 @@ class RankMemoryEstimator(LayoutShapes):
         flight: float,
         gathered: GatheredBytes,
         for_weights: float,
+        at_update: float,
     ) -> MemoryEstimate:
         """With gradients allocated lazily: at the loss, in a layer's backward, after the first layer, at the end."""
         layout, shape = self.layout, self.shape
@@ -139,6 +152,8 @@ class RankMemoryEstimator(LayoutShapes):
         unit = max(ends, layer)
         new = 0.0 if self.defers_reduce else unit * each
         moments.append(at(0.0, 0.0, gradients + new, unit * self.software.gradient_bytes))
+        if at_update:
+            moments.append(self._memory(states, 0.0, 0.0, at_update))
         return max(moments, key=lambda memory: memory.allocated)
 
     def _deferred_weight_grad_bytes(self, rank: int, contents: StageContents) -> float:

@@ -8,6 +8,7 @@ from math import inf
 from typing import Literal
 
 from danlu.ops.model_shape import MLAConfig
+from danlu.ops.newton_schulz import MuonTraits
 from danlu.ops.recompute import Recompute, Saving
 
 ShardScope = Literal["none", "group", "all"]
@@ -86,6 +87,10 @@ class Software:
     """Bytes of a parameter as used and gathered; the fp32 copy is an optimizer state."""
     optimizer_bytes: int = 12
     """Bytes of a parameter's optimizer states: its fp32 copy and two moments."""
+    ema: bool = False
+    """Keep an average of the parameters in fp32, sharded like the optimizer's states."""
+    muon: MuonTraits | None = None
+    """Muon for some matrices, which then have one moment instead of two; AdamW for all parameters if None."""
     init_unsharded: bool = False
     """Initialize all parameters of a rank on its chip before they are sharded over replicas, as Megatron does unless it
     is given a meta device or the CPU."""

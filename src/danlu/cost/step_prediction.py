@@ -23,7 +23,8 @@ from danlu.cost.embedding_head import embedding_head_time
 from danlu.cost.layer_time import PassTime
 from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.layout_shapes import LayoutShapes
-from danlu.cost.memory import MemoryEstimate
+from danlu.cost.memory import EMA_BYTES, MemoryEstimate
+from danlu.cost.muon import muon_time, muon_work
 from danlu.cost.operator_time import elementwise_time
 from danlu.cost.overlap import exposed_time
 from danlu.cost.parallel_layout import ParallelLayout, layout_from_plan
@@ -295,6 +296,8 @@ class _StepEstimator(LayoutShapes):
             optimizer = self.device.measured.seconds("optimizer", updated)
             if not self.reduces_every_microbatch:
                 reduce += self._fsdp_unit_overhead(mine, contents) / 3
+        if software.ema:  # the average is read and written, the parameter read
+            optimizer += elementwise_time(self.device, 3 * EMA_BYTES * updated, 1)
         if software.overlap_grad_reduce:
             reduce = exposed_time(reduce, stage.backward, self.overheads.contention)
             gather = exposed_time(gather, stage.forward, self.overheads.contention)
@@ -302,7 +305,11 @@ class _StepEstimator(LayoutShapes):
         if self.shape.tied and self.layout.pp > 1 and (contents.has_embedding or contents.has_head):
             table = table_parameters(self.shape) / self.layout.tp * software.gradient_bytes
             tied = p2p_time(self.network, outermost_level(self.groups.pp), table)
-        return {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
+        phase = {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
+        if software.muon:
+            work = muon_work(software.muon, contents, self.layout, self.groups)
+            phase["orthogonalization"], phase["exchange"] = muon_time(self.context, work, self.groups)
+        return phase
 
 
 def _add(parts: dict[str, float], once: PassTime, times: float) -> None:

@@ -16,7 +16,7 @@ from danlu.comm.world import World
 from danlu.dryrun.layer_extrapolation import LayerMismatchError, extrapolate_step, find_extrapolation
 from danlu.dryrun.live_memory import LiveMemoryTracker
 from danlu.dryrun.module_tracker import ModuleTracker
-from danlu.dryrun.optimizer_extrapolation import NonlinearGrowthError
+from danlu.dryrun.optimizer_extrapolation import NonlinearGrowthError, recorded_optimizer
 from danlu.dryrun.schedule_actions import schedule_actions
 from danlu.dryrun.step_record import StepRecord, build_trace, freeze_record
 from danlu.dryrun.step_recorder import StepRecorder
@@ -40,6 +40,7 @@ COMPILE_NOTE = (
     "`compile` is true: blocks were run eagerly, because compiled code does not run on FakeTensors. What ranks send is "
     "the same; operators and activations are those of eager code, which keeps more of them."
 )
+RAMP_NOTE = "`batch.ramp` is set: the step is one of the full batch, the largest."
 
 
 def dry_run_ranks(
@@ -83,6 +84,9 @@ def dry_run_rank(
     Layers equal to their neighbors are extrapolated rather than run, unless `all_layers`. `on_note` gets a text where
     the dry run differs from the real run.
     """
+    if recipe.batch.ramp:
+        on_note(RAMP_NOTE)
+        recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"ramp": ()})})
     if plan.compile:
         on_note(COMPILE_NOTE)
         plan = plan.model_copy(update={"compile": False})
@@ -94,8 +98,13 @@ def dry_run_rank(
                     _record_step(shortened, replace(mesh, plan=its_plan), cluster)
                     for shortened, its_plan in (extrapolation.short, extrapolation.long)
                 )
+                # Muon divides the matrices of all layers over ranks, and groups may name layers: no two add the same.
+                by_layer = recipe.optimizer.has_muon or recipe.optimizer.groups
+                update = recorded_optimizer(_record_step(recipe, mesh, cluster, passes=False)) if by_layer else None
                 return build_trace(
-                    mesh, *extrapolate_step(short, long, extrapolation), skipped_layers=extrapolation.skipped_layers
+                    mesh,
+                    *extrapolate_step(short, long, extrapolation, update),
+                    skipped_layers=extrapolation.skipped_layers,
                 )
             except (LayerMismatchError, NonlinearGrowthError) as error:
                 on_note(f"rank {rank:,}: all layers were run: equal-looking layers behave differently: {error}")
@@ -112,8 +121,11 @@ def _fake_mesh(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -
         world.shutdown()
 
 
-def _record_step(recipe: Recipe, mesh: ParallelMesh, cluster: Cluster | None) -> StepRecord:
-    """Build a rank and record one of its steps; the optimizer has its states from the start."""
+def _record_step(recipe: Recipe, mesh: ParallelMesh, cluster: Cluster | None, passes: bool = True) -> StepRecord:
+    """Build a rank and record one of its steps; the optimizer has its states from the start.
+
+    Without `passes` gradients appear from nothing: the optimizer phase is that of a full step, the rest is empty.
+    """
     started = time.perf_counter()
     live = LiveMemoryTracker()
     recorder = StepRecorder(live)
@@ -124,7 +136,10 @@ def _record_step(recipe: Recipe, mesh: ParallelMesh, cluster: Cluster | None) ->
         assume_balanced_routing(state)
         _tag_state_memory(live, state)
         tracker = ModuleTracker(state.stage_modules, live)
-        _track_passes(forward_backward, tracker)
+        if passes:
+            _track_passes(forward_backward, tracker)
+        else:
+            forward_backward = partial(_gradients_alone, state)
         recorder.start_recording(tracker)
         with tracker.install_hooks():
             _take_step(recipe, mesh, state, forward_backward, tracker)
@@ -136,6 +151,13 @@ def _record_step(recipe: Recipe, mesh: ParallelMesh, cluster: Cluster | None) ->
             mesh.world.size,
             seconds=time.perf_counter() - started,
         )
+
+
+def _gradients_alone(state: TrainState, batch: Batch, counted: Tensor | None = None) -> Tensor:
+    """Leave a gradient for every parameter, without any pass."""
+    for parameter in state.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return torch.zeros(())
 
 
 def _take_step(

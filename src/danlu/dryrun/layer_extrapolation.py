@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from danlu.dryrun.memory_timeline import StepContext
 from danlu.dryrun.module_tracker import layer_numbers, mask_layer_numbers, with_layer_number
-from danlu.dryrun.optimizer_extrapolation import extrapolate_optimizer
+from danlu.dryrun.optimizer_extrapolation import OptimizerPhase, extrapolate_optimizer
 from danlu.dryrun.step_record import MemoryTimeline, StepRecord
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan
@@ -112,12 +112,12 @@ def find_extrapolation(recipe: Recipe, plan: Plan, pp_rank: int) -> LayerExtrapo
 
 
 def extrapolate_step(
-    short: StepRecord, long: StepRecord, extrapolation: LayerExtrapolation
+    short: StepRecord, long: StepRecord, extrapolation: LayerExtrapolation, optimizer: OptimizerPhase | None = None
 ) -> tuple[StepRecord, MemoryTimeline]:
-    """The full step from the two that were run."""
+    """The full step from the two that were run, and from its `optimizer` phase if that was run by itself."""
     runs, more = len(extrapolation.runs), sum(run.count - LONG_RUN for run in extrapolation.runs)
     rows = _match_rows(short, long, extrapolation)
-    optimizer = extrapolate_optimizer(short, long, runs, more)
+    optimizer = optimizer or extrapolate_optimizer(short, long, runs, more)
     record = replace(
         long,
         operators=_extrapolate_counts(short.operators, long.operators, runs, more),

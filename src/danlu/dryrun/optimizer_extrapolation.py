@@ -82,6 +82,19 @@ class _LinearGrowth:
         ]
 
 
+def recorded_optimizer(record: StepRecord) -> OptimizerPhase:
+    """The optimizer phase of a step that was run with all layers."""
+    changes = [(at, change) for at, group in enumerate(_groups(record)) for change in group]
+    return OptimizerPhase(
+        operators=record.optimizer_operators,
+        collectives=record.optimizer_collectives,
+        changes=np.array([change for _, change in changes], dtype=np.int64).reshape(
+            -1, record.entries.changes.shape[1]
+        ),
+        at=np.array([at for at, _ in changes], dtype=np.int64),
+    )
+
+
 def extrapolate_optimizer(short: StepRecord, long: StepRecord, runs: int, more: int) -> OptimizerPhase:
     """Extrapolate the optimizer phase of two steps to the full one."""
     growth = _LinearGrowth(runs, more)

@@ -73,7 +73,7 @@ class BatchLoader:
             self.marked = samples
         self.vocabulary = vocabulary
         self.device = mesh.device
-        self.sequences = batch.sequences
+        self.batch = batch
         self.data_shard = (mesh.dp_rank, mesh.plan.degrees.dp)
         self.length = batch.length // mesh.size("cp")
         self.first_column = mesh.coordinate("cp") * self.length
@@ -84,7 +84,7 @@ class BatchLoader:
         """The batch that starts at sample `cursor`; its targets are its tokens shifted by one."""
         pending = self._pending.pop(cursor, None)
         batch = self._load(cursor) if pending is None else pending.result()
-        wanted = [cursor + number * self.sequences for number in range(1, self.prefetch + 1)]
+        wanted = [cursor := cursor + self.batch.sequences_at(cursor) for _ in range(self.prefetch)]
         self._pending = {
             start: self._pending[start] if start in self._pending else self._begin(start) for start in wanted
         }
@@ -98,7 +98,7 @@ class BatchLoader:
 
     def _load(self, cursor: int) -> Batch:
         """Read a batch and begin its copy to the device."""
-        indices = rank_sample_indices(cursor, self.sequences, *self.data_shard)
+        indices = rank_sample_indices(cursor, self.batch.sequences_at(cursor), *self.data_shard)
         if self.marked is None:
             tokens = self.samples.read_samples(indices)
             return self._batch(cursor, tokens, tokens[:, 1:])

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from danlu.comm.mesh import ParallelMesh
 from danlu.compiler.blocks import apply_compile
 from danlu.framework import precision
+from danlu.framework.batch_ramp import RampedPasses
 from danlu.framework.custom.adapter import CustomModelAdapter
 from danlu.framework.decoder_adapter import DecoderAdapter
+from danlu.framework.ema import ParameterEma
 from danlu.framework.gradient_accumulation import GradientAccumulation
+from danlu.framework.loss_scale import LossScaler, build_loss_scaler
 from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
@@ -20,7 +23,7 @@ from danlu.framework.step_guard import StepGuard
 from danlu.memory.recompute import apply_recompute
 from danlu.parallel.batch import Batch
 from danlu.parallel.fsdp import apply_fsdp
-from danlu.parallel.loss import cross_entropy_sum
+from danlu.parallel.loss import MeanLoss, cross_entropy_sum
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.plan import Plan
@@ -57,17 +60,52 @@ def build_train_state(
         apply_parallelism(module, adapter, plan, mesh, recipe.precision)
     with tensors or nullcontext():
         adapter.init_weights(modules, mesh)
-    loss = partial(_loss, tokens=recipe.batch.tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
+    scaler = build_loss_scaler(recipe.precision)
+    passes = partial(_passes, recipe, plan, mesh, adapter, modules, scaler)
     forward_backward: ForwardBackward
-    if plan.degrees.pp > 1:
-        group = mesh.group("pp")
-        assert group is not None
-        forward_backward = PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
+    if recipe.batch.ramp:
+        forward_backward = RampedPasses(recipe.batch, plan, passes, modules, adapter.layer_seeds)
     else:
-        forward_backward = GradientAccumulation(modules[0], loss, plan.microbatches)
-    optimizer = build_optimizer(modules, recipe.optimizer)
-    guard = StepGuard(recipe.spikes)
-    return TrainState(modules, optimizer, recipe.seed, layer_seeds=adapter.layer_seeds, guard=guard), forward_backward
+        forward_backward = passes(plan.microbatches, recipe.batch.tokens)
+    blocks = [block for module in modules for block in adapter.blocks(module)]
+    state = TrainState(
+        modules,
+        build_optimizer(modules, recipe.optimizer, blocks),
+        recipe.seed,
+        layer_seeds=adapter.layer_seeds,
+        guard=StepGuard(recipe.spikes),
+        loss_scaler=scaler,
+    )
+    if recipe.ema:
+        state.ema = ParameterEma(recipe.ema.decay, state.named_parameters())
+    return state, forward_backward
+
+
+def _passes(
+    recipe: Recipe,
+    plan: Plan,
+    mesh: ParallelMesh,
+    adapter: ModelAdapter,
+    modules: list[nn.Module],
+    scaler: LossScaler | None,
+    microbatches: int,
+    tokens: int,
+) -> ForwardBackward:
+    """Forward and backward of a global batch of `tokens`, in so many microbatches on this rank."""
+    loss: MeanLoss = partial(_loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
+    if scaler:
+        loss = partial(_scaled, loss, scaler)
+    if plan.degrees.pp == 1:
+        return GradientAccumulation(modules[0], loss, microbatches)
+    group, stages = mesh.group("pp"), plan.stages_of_rank(mesh.coordinate("pp"))
+    assert group is not None
+    plan = plan.model_copy(update={"microbatches": microbatches})
+    return PipelineRunner(plan, modules, stages, adapter.stage_io_meta, loss, mesh.device, group)
+
+
+def _scaled(loss: MeanLoss, scaler: LossScaler, logits: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+    """The loss times the scale of this step."""
+    return scaler.apply(loss(logits, targets, counted))
 
 
 def apply_parallelism(

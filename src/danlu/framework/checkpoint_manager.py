@@ -174,6 +174,6 @@ def _tensors_with_cloned_buffers(state: TrainState) -> dict[str, Tensor]:
     """The state's tensors; buffers, which a forward may change while the copy goes on, as they are now."""
     steady = {f"model.{name}" for name, _ in state.named_parameters()}
     return {
-        name: tensor if name in steady or name.startswith("optimizer.") else tensor.clone()
+        name: tensor if name in steady or name.startswith(("optimizer.", "ema.")) else tensor.clone()
         for name, tensor in state.tensors().items()
     }

@@ -75,7 +75,7 @@ class Evaluation:
         # A pipeline is filled with as many microbatches as in training; without one a microbatch at a time is as fast.
         together = min(plan.microbatches, -(-samples.count // least)) if plan.degrees.pp > 1 else 1
         samples.pad_to_multiple(least * together)
-        batch = recipe.batch.model_copy(update={"sequences": least * together})
+        batch = recipe.batch.model_copy(update={"sequences": least * together, "ramp": ()})
         loader = BatchLoader(
             samples,
             batch,

@@ -27,7 +27,7 @@ class LayerSeeds:
         """`layers` by their indices in the full model; a rank's data is `microbatches` per step."""
         self.microbatches = microbatches
         self._step: tuple[int, int] | None = None
-        self._microbatch = 0
+        self._data_index = self._microbatch = 0
         stage_module.register_forward_pre_hook(self._next_microbatch)
         for number, layer in layers.items():
             layer.register_forward_pre_hook(partial(self._seed, number))
@@ -35,7 +35,7 @@ class LayerSeeds:
     def begin_step(self, seed: int, step: int, data_index: int) -> None:
         """The next forward is that of the first microbatch of this step and data shard."""
         self._step = (seed, step)
-        self._microbatch = data_index * self.microbatches - 1
+        self._data_index, self._microbatch = data_index, -1
 
     def _next_microbatch(self, module: nn.Module, inputs: Any) -> None:
         self._microbatch += 1
@@ -43,4 +43,5 @@ class LayerSeeds:
 
     def _seed(self, layer: int | str, module: nn.Module, inputs: Any) -> None:
         if self._step is not None:  # a dry run, or `verify_tp`, is no step
-            torch.manual_seed(hash_seed(*self._step, self._microbatch, layer))
+            number = self._data_index * self.microbatches + self._microbatch
+            torch.manual_seed(hash_seed(*self._step, number, layer))

@@ -94,33 +94,42 @@ def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:
 def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
+    sequences, scaler = recipe.batch.sequences_at(state.cursor), state.loss_scaler
     batch = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
     counted = all_reduce_counted(batch, mesh)  # None where all targets count, without asking other ranks
+    if scaler:
+        scaler.set_auxiliary(state.stage_modules)
     loss = stages.forward_backward(batch, counted)
     stop = stages.stop_requested() or stages.checkpoints.too_many_failures
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 
+    if scaler:
+        metrics = scaler.unscaled(metrics)
     rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
-    verdict = state.guard.judge(metrics.loss, metrics.norm, state.step + 1)
+    verdict = state.guard.judge(metrics.loss, metrics.norm, state.step + 1, scaler is not None and scaler.can_back_off)
     if verdict.applied:
+        if scaler:
+            scaler.unscale_gradients(state.parameters())
         clip_grads_with_norm(state.parameters(), metrics.norm, recipe.optimizer.clip)
         stages.checkpoints.wait_for_staging()  # a save may still be copying the tensors that now change
         state.optimizer_step(rate)
         update_router_biases(state.stage_modules)
-    state.next_step(recipe.batch.sequences)
+    scale = scaler.update(metrics) if scaler else None
+    state.next_step(sequences)
     event = StepEvent(
         time=time.time(),
         step=state.step,
         loss=metrics.loss,
         norm=metrics.norm,
         learning_rate=rate,
-        tokens=recipe.batch.tokens,
+        tokens=sequences * recipe.batch.length,
         seconds=time.perf_counter() - started,
         memory=metrics.memory,
         committed=verdict.applied,
         reason=verdict.reason,
         imbalance=metrics.imbalance,
         counted=None if counted is None else int(counted),
+        loss_scale=scale,
     )
     return StepResult(event, verdict, metrics.stop_requested)

@@ -51,6 +51,8 @@ class Router(nn.Module):
         """The same over all ranks, set once per step with the step metrics."""
         self.sequences_per_step = 1
         """Sequences of the global batch: the auxiliary loss is a mean over them."""
+        self.loss_scale = 1.0
+        """What gradients are multiplied by, where the loss is scaled for fp16."""
         self.sequence_group: dist.ProcessGroup | None = None
         """Ranks that hold shards of the same sequences, if these are sharded."""
 
@@ -88,7 +90,7 @@ class Router(nn.Module):
             dist.all_reduce(counts_BE, group=self.sequence_group)
         load_BE = counts_BE * (self.moe.experts / (self.moe.top_k * length))
         share_BE = shares_BSE.sum(1) / length
-        return (load_BE * share_BE).sum() * (self.moe.balance_rate / self.sequences_per_step)
+        return (load_BE * share_BE).sum() * (self.moe.balance_rate / self.sequences_per_step * self.loss_scale)
 
     def pop_load(self) -> Tensor:
         """Tokens this rank sent to each expert since the last call."""

@@ -1,7 +1,8 @@
-"""AdamW and the learning rate over the run."""
+"""The optimizer of a run, which parameters it moves how, and the learning rate over the run."""
 
-from collections.abc import Iterable
-from math import cos, pi
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from math import cos, pi, sqrt
 from typing import Any
 
 import torch
@@ -9,34 +10,101 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from danlu.spec.recipe import LRSchedule, OptimizerConfig
+from danlu.framework.moe import Experts
+from danlu.framework.muon import Muon
+from danlu.framework.precision import DTYPES
+from danlu.spec.parameters import ParameterSettings, parameter_settings
+from danlu.spec.recipe import DecayShape, LRSchedule, OptimizerConfig, OptimizerKind
 
 
-def build_optimizer(stage_modules: Iterable[nn.Module], recipe: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters of this rank; no weight decay for vectors."""
-    return torch.optim.AdamW(
-        param_groups(stage_modules, recipe.weight_decay),
-        lr=recipe.learning_rate,
-        betas=(recipe.beta1, recipe.beta2),
-        eps=recipe.epsilon,
-        fused=True,
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some parameters and AdamW for the others, as one optimizer: its groups and states are those of both."""
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW | None) -> None:
+        self.parts: list[torch.optim.Optimizer] = [muon, *([adamw] if adamw else [])]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.state = defaultdict(dict)
+        for part in self.parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step both."""
+        assert closure is None, "the loss is computed by the caller"
+        for part in self.parts:
+            part.step()
+
+
+def build_optimizer(
+    stage_modules: Iterable[nn.Module], config: OptimizerConfig, blocks: Iterable[nn.Module] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of this rank; `blocks` are the layers, whose matrices may be Muon's."""
+    matrices = set(hidden_matrices(blocks)) if config.kind == "muon" else set()
+    groups = param_groups(stage_modules, config, matrices)
+    adamw = None
+    if groups["adamw"] or not groups["muon"]:
+        adamw = torch.optim.AdamW(
+            groups["adamw"],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+    if not groups["muon"]:
+        assert adamw is not None
+        return adamw
+    muon = Muon(
+        groups["muon"],
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        steps=config.newton_schulz_steps,
+        dtype=DTYPES[config.newton_schulz_dtype],
+        adjustment=config.adjust_learning_rate,
     )
+    return MuonWithAdamW(muon, adamw)
 
 
-def param_groups(stage_modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: weight decay for matrices, and none for vectors (norms and biases).
+def param_groups(
+    stage_modules: Iterable[nn.Module], config: OptimizerConfig, matrices: Iterable[nn.Parameter] = ()
+) -> dict[OptimizerKind, list[dict[str, Any]]]:
+    """Groups for each optimizer: those of `config`, and weight decay for matrices but none for norms and biases.
 
     Parameters are grouped by mesh as well: fused kernels need tensors of one mesh.
     """
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    muon = set(matrices)
+    groups: dict[tuple[ParameterSettings, bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for stage_module in stage_modules:
-        for parameter in stage_module.parameters():
+        for name, parameter in stage_module.named_parameters():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for (decays, _), parameters in groups.items()
-    ]
+            settings = parameter_settings(name, parameter.ndim, parameter in muon, config)
+            groups.setdefault((settings, parameter.ndim > 1, mesh), []).append(parameter)
+    made: dict[OptimizerKind, list[dict[str, Any]]] = {"adamw": [], "muon": []}
+    for (settings, _, _), parameters in groups.items():
+        group = {"params": parameters, "weight_decay": settings.weight_decay}
+        made[settings.kind].append(group | {"learning_rate_factor": settings.learning_rate_factor})
+    return made
+
+
+def hidden_matrices(blocks: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
+    """The matrices of layers that Muon is for: no embedding, no router, no vector; of our experts, stacks of them."""
+    for block in blocks:
+        routers = {
+            router
+            for module in block.modules()
+            if hasattr(module, "experts")
+            for name in ("router", "gate")
+            if isinstance(router := getattr(module, name, None), nn.Module)
+        }
+        skipped = {parameter for router in routers for parameter in router.parameters()}
+        for module in block.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            dims = (2, 3) if isinstance(module, Experts) else (2,)
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim in dims and parameter not in skipped:
+                    yield parameter
 
 
 def learning_rate(step: int, steps: int, optimizer: OptimizerConfig, schedule: LRSchedule) -> float:
@@ -55,5 +123,18 @@ def _factor(step: int, steps: int, schedule: LRSchedule) -> float:
     if step < start:
         return 1.0
     progress = (step - start) / max(1, steps - start)
-    shape = (1 + cos(pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
-    return schedule.final + (1 - schedule.final) * shape
+    shape: DecayShape = (
+        "cosine" if schedule.kind == "cosine" else schedule.shape if schedule.kind == "wsd" else "linear"
+    )
+    return schedule.final + (1 - schedule.final) * _decay(shape, progress)
+
+
+def _decay(shape: DecayShape, progress: float) -> float:
+    """How much of a decay is left after a share of its steps."""
+    match shape:
+        case "cosine":
+            return (1 + cos(pi * progress)) / 2
+        case "1-sqrt":
+            return 1 - sqrt(progress)
+        case "linear":
+            return 1 - progress

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from danlu.framework.ema import ParameterEma
 from danlu.framework.layer_seeds import LayerSeeds, hash_seed
+from danlu.framework.loss_scale import LossScaler
 from danlu.framework.step_guard import StepGuard
 
 
@@ -27,6 +29,10 @@ class TrainState:
     """Index of the next sample."""
     layer_seeds: list[LayerSeeds] = field(default_factory=list)
     """Seeds of the layers that may draw random numbers."""
+    ema: ParameterEma | None = None
+    """The average of the parameters, if the recipe has one."""
+    loss_scaler: LossScaler | None = None
+    """The scale of the loss, if anything is fp16."""
     guard: StepGuard = field(default_factory=StepGuard)
     """Decides which steps are applied; what it learned from earlier ones is part of the state."""
 
@@ -51,8 +57,12 @@ class TrainState:
     def optimizer_step(self, learning_rate: float) -> None:
         """Take an optimizer step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)
+        if self.ema is not None:
+            self.ema.start(self.parameters())
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.parameters())
 
     def next_step(self, samples: int) -> None:
         """Advance to the next step, whether or not this one was applied."""
@@ -71,6 +81,8 @@ class TrainState:
             if not state and parameter in moved and self.optimizer.state:
                 raise RuntimeError(f"parameter {name} must have optimizer state to be saved, but has none")
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        if self.ema is not None:
+            tensors |= {f"ema.{name}": mean for name, mean in self.ema.tensors.items()}
         return tensors
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -83,7 +95,10 @@ class TrainState:
 
     def scalars(self) -> dict[str, Any]:
         """The scalars of the state."""
-        return {"step": self.step, "cursor": self.cursor, "seed": self.seed, **self.guard.scalars()}
+        scalars = {"step": self.step, "cursor": self.cursor, "seed": self.seed, **self.guard.scalars()}
+        if self.ema is not None:
+            scalars["ema_updates"] = self.ema.updates
+        return scalars | (self.loss_scaler.scalars() if self.loss_scaler else {})
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Restore the scalars of a checkpoint whose tensors have been read; its data order must be this run's."""
@@ -94,6 +109,10 @@ class TrainState:
             )
         self.step, self.cursor = scalars["step"], scalars["cursor"]
         self.guard.restore(scalars)
+        if self.ema is not None:
+            self.ema.updates = scalars["ema_updates"]
+        if self.loss_scaler:
+            self.loss_scaler.restore(scalars)
 
     def _prime_optimizer(self) -> None:
         """Make the optimizer create its state with a step of zero length, so that a checkpoint can be read into it."""

@@ -61,9 +61,14 @@ class StepGuard:
         self.rewinds = RewindCount()
         self._detector = SpikeDetector(self.config) if self.config.policy != "off" else None
 
-    def judge(self, loss: float, norm: float, step: int) -> Verdict:
-        """The verdict on step `step`; what is usual becomes part of the statistics."""
+    def judge(self, loss: float, norm: float, step: int, overflow: bool = False) -> Verdict:
+        """The verdict on step `step`; what is usual becomes part of the statistics.
+
+        Where it may be an `overflow` of fp16, a step that is not finite is skipped and says nothing about the run.
+        """
         finite = isfinite(loss) and isfinite(norm)
+        if overflow and not finite:
+            return Verdict("skip", "not finite")
         spike = self._detector.find(loss, norm) if self._detector is not None else None
         if finite and spike is None:
             self.unusual_in_a_row = 0

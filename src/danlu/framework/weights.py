@@ -11,8 +11,14 @@ from danlu.framework.transformer import Decoder
 from danlu.parallel.fsdp import local_shard
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.model import Model
-from danlu.spec.problem import SpecError
+from danlu.spec.problem import SpecError, problem_at
+from danlu.spec.run_folder import RunFolder
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.local_shards import local_shards
+from danlu.storage.checkpoint.reader import CheckpointReader
+from danlu.storage.checkpoint.restore import fill_tensors
 from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
+from danlu.storage.store.base import open_store
 
 WEIGHTS_FILE_PREFIX = "weights"
 """Prefix of weight files with Danlu's parameter names."""
@@ -44,9 +50,42 @@ def open_weights(folder: Path, model: Model | CustomModel) -> SafetensorsReader:
     return weights
 
 
+def newest_checkpoint(folder: Path) -> CheckpointReader | None:
+    """The newest checkpoint of a run folder; None if the folder holds weight files instead."""
+    checkpoints = RunFolder(folder).checkpoints
+    if not checkpoints.is_dir():
+        return None
+    store = open_store(str(checkpoints))
+    steps = CheckpointDir(store, keep=1).resumable_steps()
+    return CheckpointReader(store, steps[-1]) if steps else None
+
+
+def check_checkpoint_weights(reader: CheckpointReader, model: Model | CustomModel) -> None:
+    """Raise `SpecError` if a checkpoint lacks a parameter of the model, or has it in another shape."""
+    saved, folder = reader.manifest.tensors, Path(reader.store.name)
+    problems = []
+    for name, shape in parameter_shapes(model).items():
+        found = saved.get(f"model.{name}")
+        if found is None or tuple(found.shape) != tuple(shape):
+            has = "is missing" if found is None else f"has shape {list(found.shape)}, but the model needs {list(shape)}"
+            problems.append(problem_at(folder, 1, name, has, "weights of this model, or the model of these weights"))
+    if problems:
+        raise SpecError(problems[:8])
+
+
 @torch.no_grad()
 def load_weights(stage_modules: Iterable[nn.Module], model: Model | CustomModel, folder: Path) -> None:
-    """Fill this rank's parameters; of a sharded parameter only this rank's shard is read."""
+    """Fill this rank's parameters; of a sharded parameter only this rank's shard is read.
+
+    `folder` holds weight files, or is the folder of a run, whose newest checkpoint is read.
+    """
+    stage_modules = list(stage_modules)
+    if (reader := newest_checkpoint(folder)) is not None:
+        check_checkpoint_weights(reader, model)
+        tensors = {f"model.{name}": each for module in stage_modules for name, each in module.state_dict().items()}
+        saved = {name: each for name, each in tensors.items() if name in reader.manifest.tensors}
+        fill_tensors(reader, saved, local_shards(saved))
+        return
     weights = open_weights(folder, model)
     stored = set(weights.names)
     for stage_module in stage_modules:

@@ -27,11 +27,13 @@ PART_LABELS = {
     "transfer": "between stages (pp)",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "orthogonalization": "Newton–Schulz iterations (Muon)",
+    "exchange": "matrices to their ranks and back (Muon)",
     "stragglers": "stragglers",
     "other": "other (batch, loss, logging)",
 }
 """Labels of the parts of a step, in display order."""
-COMMUNICATION_PARTS = ("tensor", "context", "expert", "gather", "gradients", "parameters", "transfer")
+COMMUNICATION_PARTS = ("tensor", "context", "expert", "gather", "gradients", "parameters", "transfer", "exchange")
 """Parts that are exposed communication."""
 NEGLIGIBLE_SHARE = 0.005
 """Share of a step below which a level is no bottleneck."""

@@ -11,6 +11,7 @@ from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
+from danlu.ops.newton_schulz import muon_traits
 from danlu.ops.recompute import plan_recompute
 from danlu.planner.fit_chance import fit_chance
 from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator
@@ -26,7 +27,10 @@ _NO_MEMORY = MemoryEstimate(
     parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, process_groups=0
 )
 """Passed where only the time is needed."""
-_NOT_PASSES = ("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other")
+_NOT_PASSES = (
+    *("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other"),
+    *("orthogonalization", "exchange"),
+)
 """Parts of a step outside the passes through layers."""
 _EXPERT_GROUPS = ("ep", "expert_shard", "expert_data")
 """Groups that exist for experts alone, see `ParallelLayout.group_shapes`."""
@@ -112,6 +116,8 @@ def software_for(
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
         gradient_bytes=_BYTES[precision.reduce],
+        ema=request.recipe.ema is not None,
+        muon=muon_traits(request.model, request.recipe.optimizer),
     )
 
 

@@ -16,7 +16,7 @@ from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, PipelineConfig, PipelineSchedule, Plan, split_layers_evenly
 from danlu.spec.problem import Problem
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
-from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline
+from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline, ramp_divides
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.regather import DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
@@ -243,7 +243,9 @@ class SearchSpace:
     def microbatches(self, shape: ShapeKnobs) -> list[int]:
         """Numbers of microbatches that divide a rank's share of the batch, fewest first."""
         held, allow = self.request.recipe.batch.sequences // shape.dp, self.request.constraints.allows
-        return [n for n in divisors(held) if allow("microbatches", n) and allow("microbatch", held // n)]
+        wanted = [n for n in divisors(held) if allow("microbatches", n) and allow("microbatch", held // n)]
+        batch = self.request.recipe.batch
+        return [n for n in wanted if ramp_divides(batch, shape.dp, n, pipeline=shape.pp > 1)] if batch.ramp else wanted
 
     def _shape_problem(self, tp: int, cp: int, ep: int, shard: int) -> Problem | None:
         """The first problem that the rules find with degrees that shard the model."""
@@ -274,9 +276,15 @@ class SearchSpace:
 
     def _fill_problem(self, pp: int, schedule: PipelineSchedule, virtual: int, microbatches: int) -> Problem | None:
         """The first problem that the rules find with a number of microbatches."""
-        pipeline = PipelineConfig(schedule=schedule, stages_per_rank=virtual)
-        plan = plan_without_file(Plan(degrees=Degrees(pp=pp), pipeline=pipeline, microbatches=microbatches))
-        return next(microbatches_fill_the_pipeline(self._recipe, plan), None)
+        pipeline, batch = PipelineConfig(schedule=schedule, stages_per_rank=virtual), self.request.recipe.batch
+        numbers = [microbatches]
+        if pp > 1:
+            numbers += [stage.sequences * microbatches // batch.sequences for stage in batch.ramp]
+        for number in numbers:
+            plan = plan_without_file(Plan(degrees=Degrees(pp=pp), pipeline=pipeline, microbatches=max(1, number)))
+            for problem in microbatches_fill_the_pipeline(self._recipe, plan):
+                return problem
+        return None
 
 
 def _lighter_ends(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:

@@ -166,12 +166,17 @@ def check_weights(recipe: ParsedSpec[Recipe]) -> None:
     """Check the initial weights of a run, if there are any, against its model."""
     if not recipe.value.weights:
         return
-    from danlu.framework.weights import open_weights
+    from danlu.framework.hf import MODEL_FILE
+    from danlu.framework.weights import check_checkpoint_weights, newest_checkpoint, open_weights
 
     folder, model = Path(recipe.value.weights), recipe.value.model
-    if isinstance(model, Model):
+    checkpoint = newest_checkpoint(folder)
+    if isinstance(model, Model) and (checkpoint is None or (folder / MODEL_FILE).is_file()):
         _check_against_model_file(recipe, model, folder)
-    open_weights(folder, model)
+    if checkpoint is not None:
+        check_checkpoint_weights(checkpoint, model)
+    else:
+        open_weights(folder, model)
 
 
 def _check_against_model_file(recipe: ParsedSpec[Recipe], model: Model, folder: Path) -> None:

@@ -70,6 +70,8 @@ class StepEvent(SpecModel):
     """False when the update was skipped; `reason` says why."""
     reason: Literal["", "not finite", "spike"] = ""
     """What was unusual about loss or norm; a spike is described by an event of its own."""
+    loss_scale: FiniteFloat | None = None
+    """Scale of the loss in this step, where anything is fp16; a step that overflowed was not committed."""
     imbalance: float | None = None
     """Load of the busiest expert over the mean, averaged over the expert layers."""
     counted: BoundedInt | None = None

@@ -1,5 +1,6 @@
 """What to train: model, data, batch, optimizer, precision, steps."""
 
+from math import log2
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -24,6 +25,8 @@ def _model_kind(value: Any) -> str:
 
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
+OptimizerKind = Literal["adamw", "muon"]
+DecayShape = Literal["linear", "cosine", "1-sqrt"]
 
 Access = Literal["owner", "group", "everyone"]
 
@@ -109,23 +112,67 @@ class EvaluationConfig(SpecModel):
     """Held-out data sets, each with a loss of its own."""
 
 
+class BatchRampStage(SpecModel):
+    """A smaller batch at the start of a run."""
+
+    until: PositiveInt
+    """Step after which the next stage begins; the last is followed by the full batch."""
+    sequences: int = Field(ge=1, le=10**9)
+    """Sequences of one optimizer step until then, over all ranks."""
+
+
 class BatchConfig(SpecModel):
     """The global batch of one optimizer step, independent of the layout."""
 
     sequences: int = Field(ge=1, le=10**9)
-    """Sequences of one optimizer step, over all ranks."""
+    """Sequences of one optimizer step, over all ranks; after the `ramp`, if there is one."""
     length: SequenceLength
     """Tokens per sequence."""
+    ramp: TupleOf[BatchRampStage] = Field(default=(), max_length=10_000)
+    """Smaller batches at the start of the run; samples keep their order."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in one optimizer step."""
+        """Tokens in one optimizer step; after the ramp, if there is one."""
         return self.sequences * self.length
+
+    def sequences_at(self, cursor: int) -> int:
+        """Sequences of the batch whose first sample is number `cursor`: a pure function, so it needs no state."""
+        done = start = 0
+        for stage in self.ramp:
+            start += (stage.until - done) * stage.sequences
+            done = stage.until
+            if cursor < start:
+                return stage.sequences
+        return self.sequences
+
+    def cursor_after(self, steps: int) -> int:
+        """Samples of the first `steps` steps: the number of the first sample after them."""
+        done = cursor = 0
+        for stage in self.ramp:
+            cursor += (min(stage.until, steps) - done) * stage.sequences
+            done = min(stage.until, steps)
+        return cursor + (steps - done) * self.sequences
+
+
+class OptimizerGroup(SpecModel):
+    """Settings of the parameters whose names match."""
+
+    match: str
+    """A pattern over names of parameters, such as `blocks.*.attention.*` or `embed.*`."""
+    kind: OptimizerKind | None = None
+    """Optimizer of these parameters; the usual one if omitted. `muon` is for matrices."""
+    learning_rate_factor: float = Field(default=1.0, ge=0, le=1000, allow_inf_nan=False)
+    """Their learning rate, as a factor of `learning_rate`; 0 freezes them."""
+    weight_decay: float | None = Field(default=None, ge=0, le=1000)
+    """Their weight decay, of vectors too; the usual one if omitted."""
 
 
 class OptimizerConfig(SpecModel):
-    """AdamW; no weight decay for vectors (norms and biases)."""
+    """AdamW, or Muon for the matrices of layers and AdamW for the rest; no weight decay for vectors."""
 
+    kind: OptimizerKind = "adamw"
+    """`adamw` for all parameters, or `muon` for the matrices of layers and AdamW for embeddings, head and routers."""
     learning_rate: float = Field(default=3e-4, gt=0, le=1000)
     """Peak learning rate; [schedule] says how it rises and falls."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -138,17 +185,36 @@ class OptimizerConfig(SpecModel):
     """Weight decay of matrices, times the learning rate; norms and biases are not decayed."""
     clip: float = Field(default=1.0, ge=0, le=1e12)
     """Maximum norm of the global gradient; 0 disables clipping."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon: decay of the running mean of the gradients."""
+    nesterov: bool = True
+    """Of Muon: orthogonalize the gradient mixed with the running mean, not the mean alone."""
+    newton_schulz_steps: int = Field(default=5, ge=1, le=99)
+    """Of Muon: iterations that orthogonalize a matrix."""
+    newton_schulz_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of Muon: dtype of these iterations, and of what ranks send each other for them."""
+    adjust_learning_rate: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Of Muon: scale updates to the size of AdamW's, so that one learning rate fits both, or as it did at first."""
+    groups: TupleOf[OptimizerGroup] = Field(default=(), max_length=10_000)
+    """Parameters with other settings; the last match wins."""
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether any parameter may be Muon's."""
+        return self.kind == "muon" or any(group.kind == "muon" for group in self.groups)
 
 
 class LRSchedule(SpecModel):
     """The learning rate over the run, as a factor of the optimizer's `learning_rate`."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Decay after the warm-up: none, half a cosine, linear, or linear at the end only."""
+    """Decay after the warm-up: none, half a cosine, linear, or at the end only (`wsd`)."""
     warmup: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps of linear warm-up."""
     decay: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Steps of decay at the end; for `wsd` only (warm-up, stable, decay). A tenth of the run if omitted."""
+    shape: DecayShape = "linear"
+    """Shape of that decay, for `wsd` only: `linear`, half a `cosine`, or `1-sqrt`, which falls fast at first."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor at the end of the run."""
 
@@ -164,6 +230,24 @@ class LayerPrecision(SpecModel):
     """Dtype in which their gradients are summed over ranks."""
 
 
+class LossScaleConfig(SpecModel):
+    """Scale of the loss where anything is fp16: halved by an overflow, doubled after enough steps without one."""
+
+    initial: float = Field(default=65536.0, ge=1, le=2**24)
+    """Scale at the start of the run: a power of 2."""
+    growth_interval: PositiveInt = 2000
+    """Steps without an overflow after which it doubles."""
+
+    @model_validator(mode="after")
+    def _power_of_two(self) -> Self:
+        if not log2(self.initial).is_integer():
+            near = 2 ** round(log2(self.initial))
+            raise ValueError(
+                f"`initial` must be a power of 2, so that scaling loses no bit, but is {self.initial}\ninitial = {near}"
+            )
+        return self
+
+
 class PrecisionConfig(SpecModel):
     """Dtypes of compute and of gradient reduction; parameters and optimizer states are always in fp32."""
 
@@ -173,12 +257,27 @@ class PrecisionConfig(SpecModel):
     """Dtype in which gradients are summed over ranks."""
     layers: TupleOf[LayerPrecision] = Field(default=(), max_length=10_000)
     """Groups of layers with another precision; the last match wins."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Loss scaling; used if anything is fp16."""
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Whether anything is computed or reduced in fp16."""
+        groups = [(self.compute, self.reduce), *((group.compute, group.reduce) for group in self.layers)]
+        return any("fp16" in group for group in groups)
 
     @property
     def label(self) -> str:
         """The run's precision: `bf16`, or `bf16 (fp32 in blocks.0)` if groups of layers differ."""
         others = [f"{group.compute} in {group.match}" for group in self.layers if group.compute != self.compute]
         return f"{self.compute} ({', '.join(others)})" if others else self.compute
+
+
+class EmaConfig(SpecModel):
+    """An exponential moving average of the parameters, beside them."""
+
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    """Share of the average that stays in every step."""
 
 
 class CheckpointConfig(SpecModel):
@@ -249,17 +348,20 @@ class Recipe(SpecModel):
     ]
     """Shape of the model, or the code that builds it."""
     weights: str = ""
-    """Folder of `danlu import hf` to start from, relative to the recipe; it gives the fields that `model` omits."""
+    """Folder of `danlu import hf` or of `danlu ckpt average` to start from, relative to the recipe; it gives the fields
+    that `model` omits. A run's folder gives its newest checkpoint."""
     data: DataConfig
     """Training data."""
     batch: BatchConfig
     """The global batch."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW's settings."""
+    """The optimizer and its settings."""
     schedule: LRSchedule = LRSchedule()
     """The learning rate over the run."""
     precision: PrecisionConfig = PrecisionConfig()
     """Dtypes; fp32 throughout if omitted."""
+    ema: EmaConfig | None = None
+    """An average of the parameters to export; none if omitted."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When and where to save."""
     evaluation: EvaluationConfig = EvaluationConfig()

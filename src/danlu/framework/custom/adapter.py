@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework import precision
-from danlu.framework.custom.construct import build_meta_module, build_seeded_module
+from danlu.framework.custom.construct import CustomModelError, build_meta_module, build_seeded_module
 from danlu.framework.custom.documents import check_document_support, is_verified_by_name, verify_documents
 from danlu.framework.custom.forward_trace import trace_forward
 from danlu.framework.custom.module_adapter import (
@@ -24,8 +24,10 @@ from danlu.framework.custom.verify_tp import ReferenceOutputs, has_real_tensors
 from danlu.framework.layer_seeds import LayerSeeds
 from danlu.parallel.fsdp import FsdpUnit, local_shard, silence_view_warning
 from danlu.spec.custom_model import CustomModel
+from danlu.spec.parameters import ParameterShape
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe
+from danlu.spec.rules import group_problems
 
 
 class CustomModelAdapter(ModuleAdapter):
@@ -165,6 +167,9 @@ class CustomModelAdapter(ModuleAdapter):
             check_pipeline_support(self.meta_module, self.structure, self.forward_trace, plan)
         check_layer_list(self.structure, plan)
         check_precision_patterns(self.structure, self.recipe.precision)
+        parameters = [ParameterShape(name, tuple(each.shape)) for name, each in self.meta_module.named_parameters()]
+        for problem in group_problems(self.recipe.optimizer, parameters):
+            raise CustomModelError(*problem)
 
 
 def _seeds(module: nn.Module, structure: ModuleStructure) -> LayerSeeds:

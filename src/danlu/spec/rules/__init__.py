@@ -1,17 +1,20 @@
 """Rules between settings, one small function each, grouped by the files they need."""
 
-from danlu.spec.rules.batch import BATCH_RULES
+from danlu.spec.rules.batch import BATCH_RULES, RAMP_RULES
 from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
+from danlu.spec.rules.optimizer import OPTIMIZER_RULES, group_patterns_match, group_problems
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
-from danlu.spec.rules.recipe import DECODER_RECIPE_RULES, SETTING_RULES, precision_module_names
+from danlu.spec.rules.recipe import DECODER_SETTING_RULES, SETTING_RULES, precision_module_names
 from danlu.spec.rules.regather import CUSTOM_REGATHER_RULES, DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.rules.spikes import SPIKE_RULES
 
-RECIPE_RULES = (*SETTING_RULES, *DATA_RULES, *SPIKE_RULES)
+RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPIKE_RULES)
 """Rules inside a recipe."""
+DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, group_patterns_match)
+"""The same, where the model is described by its shape."""
 PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *MAPPING_RULES)
 """Rules inside a plan."""
 LAYOUT_RULES = BATCH_RULES
@@ -30,6 +33,7 @@ __all__ = [
     "NETWORK_RULES",
     "PLAN_RULES",
     "RECIPE_RULES",
+    "group_problems",
     "mapping_needs_cluster",
     "precision_module_names",
 ]

@@ -139,7 +139,7 @@ def chip_has_the_precision(recipe: ParsedSpec[Recipe], cluster: ParsedSpec[Clust
     peak, precision = cluster.value.chip.peak, recipe.value.precision
     used: dict[ComputeDtype, None] = dict.fromkeys([precision.compute, *(group.compute for group in precision.layers)])
     for dtype in used:
-        if dtype not in peak and dtype != "fp16":  # fp16 is rejected by another rule
+        if dtype not in peak:
             known = ", ".join(f'"{name}"' for name in peak)
             yield cluster.problem(
                 "chip.peak",

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.problem import Problem, suggest_name
-from danlu.spec.recipe import MetricsConfig, Recipe
+from danlu.spec.recipe import LossScaleConfig, MetricsConfig, Recipe
 
 RecipeRule = Callable[[ParsedSpec[Recipe]], Iterator[Problem]]
 
@@ -52,8 +52,14 @@ def warmup_fits(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 
 
 def decay_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
-    """`schedule.decay` is used by `wsd` only."""
+    """`schedule.decay` and `schedule.shape` are used by `wsd` only."""
     schedule = recipe.value.schedule
+    if schedule.shape != "linear" and schedule.kind != "wsd":
+        yield recipe.problem(
+            "schedule.shape",
+            f'is "{schedule.shape}", but a schedule of kind "{schedule.kind}" ignores it',
+            'remove it, or set `kind = "wsd"`',
+        )
     if schedule.decay is not None and schedule.kind != "wsd":
         yield recipe.problem(
             "schedule.decay",
@@ -95,27 +101,22 @@ def _other_pattern(pattern: str, model: Model) -> str:
     return f"{hint} (blocks go from 0 to {last})" if hint else f"modules: embed, blocks.0 to blocks.{last}, head"
 
 
-def no_fp16_without_loss_scaling(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
-    """fp16 needs loss scaling, which is not supported."""
+def loss_scale_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
+    """The loss is scaled for fp16 only."""
     precision = recipe.value.precision
-    settings = [("precision.compute", precision.compute), ("precision.reduce", precision.reduce)]
-    for index, group in enumerate(precision.layers):
-        where = f"precision.layers[{index}]"
-        settings += [(f"{where}.compute", group.compute), (f"{where}.reduce", group.reduce)]
-    for key, dtype in settings:
-        if dtype == "fp16":
-            yield recipe.problem(
-                key,
-                'is "fp16", but the loss is not scaled, so small gradients would become 0 in fp16',
-                f'{key.rpartition(".")[2]} = "bf16", which has the range of fp32',
-            )
+    if precision.loss_scale != LossScaleConfig() and not precision.uses_fp16:
+        yield recipe.problem(
+            "precision.loss_scale",
+            f'is set, but nothing is fp16 (`compute` is "{precision.compute}"), so the loss is not scaled',
+            'remove it, or set `compute = "fp16"`',
+        )
 
 
 SETTING_RULES: tuple[RecipeRule, ...] = (
     warmup_fits,
     decay_is_used,
     decay_fits,
-    no_fp16_without_loss_scaling,
+    loss_scale_is_used,
     wandb_mode_is_used,
 )
-DECODER_RECIPE_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)
+DECODER_SETTING_RULES: tuple[RecipeRule, ...] = (positions_cover_length, patterns_match)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from danlu.storage.checkpoint.boxes import numel
+from danlu.storage.checkpoint.boxes import Box, intersect, numel
 from danlu.storage.checkpoint.fingerprint import as_bits
 from danlu.storage.checkpoint.hash_tree import same_dtype_and_shape
 from danlu.storage.checkpoint.manifest import ITEMSIZE, Manifest, SafetensorsDtype
@@ -90,18 +90,32 @@ def compare_tensor(
 
 def read_bits(reader: CheckpointReader, name: str, on_bytes: Callable[[int], None] = lambda done: None) -> UIntArray:
     """A full tensor as the unsigned integers of its elements; every chunk is verified."""
-    tensor = reader.manifest.tensors[name]
-    itemsize = ITEMSIZE[tensor.dtype]
-    bits = as_bits(memoryview(bytearray(numel(tensor.shape) * itemsize)), itemsize, tensor.shape)
+    shape = reader.manifest.tensors[name].shape
+    return read_box_bits(reader, name, ((0,) * len(shape), shape), on_bytes)
+
+
+def read_box_bits(
+    reader: CheckpointReader, name: str, box: Box, on_bytes: Callable[[int], None] = lambda done: None
+) -> UIntArray:
+    """A box of a tensor as the unsigned integers of its elements; every chunk that overlaps it is read and verified."""
+    itemsize = ITEMSIZE[reader.manifest.tensors[name].dtype]
+    bits = as_bits(memoryview(bytearray(numel(box[1]) * itemsize)), itemsize, box[1])
 
     def consume(stored: StoredChunk, content: memoryview) -> int:
         chunk = stored.chunk
-        window = tuple(slice(start, start + count) for start, count in zip(*chunk.box, strict=True))
-        bits[window] = as_bits(content, itemsize, chunk.size)
+        shared = intersect(box, chunk.box)
+        if shared is not None:
+            there, here = (
+                tuple(
+                    slice(at - first, at - first + count)
+                    for at, first, count in zip(shared[0], origin, shared[1], strict=True)
+                )
+                for origin in (chunk.offset, box[0])
+            )
+            bits[here] = as_bits(content, itemsize, chunk.size)[there]
         return crc32c(content)
 
-    full_box = ((0,) * len(tensor.shape), tensor.shape)
-    reader.read_chunks(reader.find_chunks({name: [full_box]}), consume, on_bytes)
+    reader.read_chunks(reader.find_chunks({name: [box]}), consume, on_bytes)
     return bits
 
 

@@ -1,0 +1,63 @@
+"""A batch that grows: sizes by step and by sample agree, and samples keep their order."""
+
+import numpy as np
+import pytest
+from made_meshes import place_of
+from numpy.typing import NDArray
+
+from danlu.framework.batch_loader import BatchLoader
+from danlu.framework.optimizer import learning_rate
+from danlu.spec.recipe import BatchConfig, BatchRampStage, LRSchedule, OptimizerConfig
+
+RAMP = (
+    BatchRampStage(until=3, sequences=2),
+    BatchRampStage(until=4, sequences=4),
+    BatchRampStage(until=9, sequences=6),
+)
+BATCH = BatchConfig(sequences=8, length=4, ramp=RAMP)
+SIZES = [2, 2, 2, 4, 6, 6, 6, 6, 6, 8, 8, 8]
+
+
+def test_sizes_by_step_are_those_by_sample() -> None:
+    cursor, found = 0, []
+    for step in range(len(SIZES)):
+        assert BATCH.cursor_after(step) == cursor
+        found.append(BATCH.sequences_at(cursor))
+        cursor += found[-1]
+    assert found == SIZES
+    plain = BatchConfig(sequences=8, length=4)
+    assert [plain.sequences_at(cursor) for cursor in (0, 8, 800)] == [8, 8, 8]
+    assert plain.cursor_after(100) == 800
+
+
+class Numbers:
+    """Samples that hold their own number."""
+
+    def read_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.repeat(indices[:, None], 5, axis=1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_every_sample_is_read_once_and_in_order(prefetch: int) -> None:
+    """Over both ranks together, also by a loader that begins in the middle of the ramp."""
+    ranks = [BatchLoader(Numbers(), BATCH, 1000, place_of(rank, shard=2), prefetch) for rank in range(2)]
+    late = BatchLoader(Numbers(), BATCH, 1000, place_of(0, shard=2), prefetch)
+    cursor = 0
+    for step, size in enumerate(SIZES):
+        batches = [loader.at(cursor).tokens[:, 0].tolist() for loader in ranks]
+        assert sorted(number for rows in batches for number in rows) == list(range(cursor, cursor + size))
+        if step >= 5:
+            assert late.at(cursor).tokens[:, 0].tolist() == batches[0]
+        cursor += size
+
+
+def test_a_decay_at_the_end_has_its_shape() -> None:
+    def rate(step: int, shape: str) -> float:
+        schedule = LRSchedule(kind="wsd", decay=40, final=0.2, shape=shape)  # type: ignore[arg-type]
+        return learning_rate(step, 100, OptimizerConfig(learning_rate=1.0), schedule)
+
+    assert [rate(60, shape) for shape in ("linear", "cosine", "1-sqrt")] == [1.0, 1.0, 1.0]
+    assert rate(70, "1-sqrt") == pytest.approx(0.2 + 0.8 * 0.5), "half of it in the first quarter"
+    assert rate(80, "cosine") == pytest.approx(0.6)
+    assert rate(70, "cosine") == pytest.approx(0.2 + 0.8 * (1 + 2**-0.5) / 2)
+    assert all(rate(100, shape) == pytest.approx(0.2) for shape in ("linear", "cosine", "1-sqrt"))
