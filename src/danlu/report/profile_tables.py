@@ -20,9 +20,10 @@ from danlu.spec.profile import RankProfile
 def parts_table(profiles: Sequence[RankProfile], prediction: StepPrediction | None) -> Table:
     """The parts of a step, the worst predicted first; without a prediction the longest first."""
     total = compare_total(profiles, prediction)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("part", no_wrap=True)
-    for heading in ("predicted ms", "measured ms", "lowest–highest", "measured / predicted", "share"):
+    title = "Milliseconds of a step, by part"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("part")
+    for heading in ("predicted", "measured", "from – to", "ratio", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in compare_parts(profiles, prediction):
         table.add_row(*_cells(row, total.measured))
@@ -68,7 +69,7 @@ def _cells(row: ComparedPart, step: float) -> list[str]:
         row.label,
         MISSING if row.predicted is None else f"{1e3 * row.predicted:.1f}",
         f"{1e3 * row.measured:.1f}",
-        f"{1e3 * row.lowest:.1f}–{1e3 * row.highest:.1f}",
+        f"{1e3 * row.lowest:.1f} – {1e3 * row.highest:.1f}",
         MISSING if row.ratio is None else f"{row.ratio:.2f}",
         percent(row.measured / step),
     ]
