@@ -11,6 +11,7 @@ from tiers import tiered
 from trace_rules import check_trace
 from typer.testing import CliRunner
 
+import danlu
 from danlu.cli.app import app
 from danlu.planner.explain import PART_LABELS
 
@@ -85,18 +86,27 @@ def test_products_are_in_the_phase_and_module_of_the_dry_run(
 
 
 @pytest.mark.full
-def test_the_command_on_4_ranks(folder: Path, tmp_path: Path) -> None:
+def test_the_command_on_4_ranks_leaves_the_run_as_it_was(folder: Path, tmp_path: Path) -> None:
     recipe, plan, trace = tmp_path / "recipe.toml", tmp_path / "plan.toml", tmp_path / "trace.json"
     recipe.write_text(
-        f'name = "small"\nsteps = 4\nmodel = {{ base = "tiny-llama", vocabulary = 264 }}\n'
+        f'name = "small"\nsteps = 2\nmodel = {{ base = "tiny-llama", vocabulary = 264 }}\n'
         f'data = {{ shards = "{folder / "shards"}" }}\nbatch = {{ sequences = 8, length = 64 }}\n'
     )
     plan.write_text("[degrees]\nshard = 2\ntp = 2\n")
-    arguments = ["profile", str(recipe), "--plan", str(plan), "--nproc", "4", "-o", str(trace), "--json"]
-    done = CliRunner().invoke(app, [*arguments, "--ranks", "0,1,2,3"], catch_exceptions=False)
+    run = danlu.train(recipe, plan=plan, folder=tmp_path / "runs", quiet=True).run
+    before = _contents(run.path)
+    arguments = ["profile", "small", "--runs-dir", str(tmp_path / "runs"), "--ranks", "0,1,2,3", "--steps", "3"]
+    done = CliRunner().invoke(app, [*arguments, "-o", str(trace), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
+    assert _contents(run.path) == before
     result = json.loads(done.output)
     assert result["largest_gap"] <= LARGEST_GAP
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1, 2, 3]
+    # After the checkpoint of step 2: three steps to warm up, three without the profiler, one that is recorded.
+    assert [[step["step"] for step in rank["steps"]] for rank in result["ranks"]] == 4 * [[9, 10, 11]]
     assert check_trace(json.loads(trace.read_text())) == [0, 1, 2, 3]
     assert trace.stat().st_size < 20e6
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

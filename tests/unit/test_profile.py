@@ -1,6 +1,7 @@
 """A profile without ranks: which part gets which time, what the trace contains, how the table is ordered."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,16 @@ def test_the_trace_has_a_process_per_rank_with_names_phases_and_collectives() ->
     assert gather["args"]["axes"] == "shard"
     assert "operators left out" in trace["otherData"]["left out"]
     assert min(event["ts"] for event in trace["traceEvents"] if event["ph"] == "X") == 0
+
+
+def test_collectives_that_overlap_have_tracks_of_their_own() -> None:
+    tree, found = _attributed()
+    gather, reduce = found.collectives
+    found.collectives = [replace(gather, start=10.0, end=30.0), replace(reduce, start=20.0, end=40.0)]
+    found.collectives.append(replace(reduce, start=30.0, end=35.0))
+    events, _ = rank_timeline(0, [tree], [found], 0.0)
+    tracks = [event["tid"] for event in events if event["cat"] == "collective"]
+    assert tracks == [2, 3, 2]
 
 
 def _prediction(parts: dict[str, float]) -> StepPrediction:

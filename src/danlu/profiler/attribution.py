@@ -92,15 +92,14 @@ class _Attributor:
         """Attribute an event and what is inside."""
         place = self._place(event, around)
         self.found.places[event] = place
-        if event.sequence is not None and place.phase == "forward" and not event.is_node:
-            self._made_by[event.sequence] = place  # the last operator before the next number made the node
-        part = self._collective_part(event, place) if self._communicates(event) else part_of(event, place)
-        if not self._communicates(event):
-            self._latest = None
-        self.found.part_of[event] = part
-        if self._communicates(event):
+        if event.name == WAIT or (event.is_operator and is_collective_name(event.name)):
+            part = self.found.part_of[event] = self._collective_part(event, place)
             self.found.parts[part] += event.duration  # with the copies that it makes inside
             return
+        self._latest = None
+        if event.sequence is not None and place.phase == "forward" and not event.is_node:
+            self._made_by[event.sequence] = place  # the last operator before the next number made the node
+        part = self.found.part_of[event] = part_of(event, place)
         self.found.parts[part] += event.own_time
         for child in event.children:
             self.visit(child, place)
@@ -113,10 +112,6 @@ class _Attributor:
         for child in step.children:
             self.visit(child, Place("optimizer", "optimizer") if measured else Place())
             measured = measured or child.name == f"{STAGE}metrics"
-
-    @staticmethod
-    def _communicates(event: ProfilerEvent) -> bool:
-        return event.name == WAIT or (event.is_operator and is_collective_name(event.name))
 
     def _place(self, event: ProfilerEvent, around: Place) -> Place:
         name = event.name
