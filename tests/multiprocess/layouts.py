@@ -11,6 +11,7 @@ from danlu.spec.recipe import (
     BatchConfig,
     BatchRampStage,
     DataConfig,
+    EmaConfig,
     LRSchedule,
     OptimizerConfig,
     PrecisionConfig,
@@ -63,11 +64,13 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
     """
     values = read(catalog_entries("models")[model]).values | {"vocabulary": 264}
     optimizer: dict[str, Any] = {}
-    precision = PrecisionConfig()
+    precision, ema = PrecisionConfig(), None
     ramp: tuple[BatchRampStage, ...] = ()
     for key, value in (changes or {}).items():
         if key == "optimizer":
             optimizer = OPTIMIZERS[value]
+        elif key == "ema":
+            ema = EmaConfig(decay=value)
         elif key == "compute":
             precision = PrecisionConfig(compute=value)
         elif key == "ramp":
@@ -86,6 +89,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
         optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, **optimizer),
         schedule=LRSchedule(kind="cosine", warmup=3),
         precision=precision,
+        ema=ema,
     )
 
 

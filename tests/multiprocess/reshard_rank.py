@@ -57,10 +57,20 @@ EXPERTS = {
     "fsdp 8 × ep 4": _plan(shard=8, ep=4),
     "fsdp 4 × tp 2 × ep 2": _plan(shard=4, tp=2, ep=2),
 }
-LAYOUTS = {"tiny-llama": DENSE, "tiny-moe": EXPERTS}
+MUON = {
+    "one": _plan(),
+    "fsdp 2 × tp 2": _plan(shard=2, tp=2),
+    "hsdp 2 × 2 × ep 2": _plan(replicate=2, shard=2, ep=2),
+}
+LAYOUTS = {"tiny-llama": DENSE, "tiny-moe": EXPERTS, "tiny-moe by Muon, averaged": MUON}
+CHANGES: dict[str, dict[str, Any]] = {
+    "tiny-moe": {"balance": "bias"},
+    "tiny-moe by Muon, averaged": {"optimizer": "muon", "ema": 0.5},
+}
 QUICK = {
     "tiny-llama": ("one", "tp 2", "hsdp 2 × 2", "pp 2 × fsdp 2"),
     "tiny-moe": ("one", "ep 2", "fsdp 4 × ep 4", "pp 2 × fsdp 2 × ep 2"),
+    "tiny-moe by Muon, averaged": ("fsdp 2 × tp 2", "hsdp 2 × 2 × ep 2"),
 }
 """The sample for every change."""
 
@@ -100,7 +110,7 @@ def main() -> None:
     for model, layouts in LAYOUTS.items():
         sources = [name for name in layouts if any(f"{model}: {name} → {other}" in pairs for other in layouts)]
         targets = [name for name in layouts if any(f"{model}: {other} → {name}" in pairs for other in layouts)]
-        made = recipe(model, str(folder / "shards"), {"balance": "bias"} if model == "tiny-moe" else {})
+        made = recipe(model.partition(" ")[0], str(folder / "shards"), CHANGES.get(model, {}))
         kept = {name: folder / f"saved-{model}" / str(number) for number, name in enumerate(sources)}
 
         def save(name: str, model: str = model, made: Recipe = made, kept: dict[str, Path] = kept) -> None:
