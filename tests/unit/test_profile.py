@@ -156,6 +156,40 @@ def test_collectives_have_their_bytes_and_what_was_waited_for() -> None:
     assert gather.end - gather.start == 16 + 32
 
 
+def test_a_functional_collective_is_waited_for_by_an_operator() -> None:
+    """As DTensors do: what wraps the result does not wait, and a second wait has nothing to wait for."""
+    recording = Recording()
+    e = recording.event
+    recording.event(
+        "danlu.step:0",
+        e(
+            "danlu.stage:passes",
+            e(
+                "danlu.module:blocks.0.attention.q",
+                e("_c10d_functional::all_gather_into_tensor", own=2.0, **{"Input Dims": [[3], [], []]}),
+                e("_c10d_functional::_wrap_tensor_autograd", own=4.0),
+                e(
+                    "aten::mm",
+                    e("PythonSubclass", e("_c10d_functional::wait_tensor", own=8.0), e("aten::mm", own=16.0)),
+                ),
+                e("_c10d_functional::wait_tensor", own=32.0),
+                own=0.0,
+            ),
+            own=0.0,
+        ),
+        own=0.0,
+    )()
+    (tree,) = step_trees(recording.records)
+    found = attribute_step(
+        tree, match_calls(tree, [RankCollective("all_gather", "int64", 24, "tp", 2)]), pipeline=False
+    )
+    assert {part: time for part, time in found.parts.items() if time} == {
+        "tensor": 2 + 8,
+        "linear": 16,
+        "waiting": 4 + 2 + 32,
+    }
+
+
 def test_bytes_are_those_of_the_profiled_step() -> None:
     """What experts exchange differs from step to step."""
     _, found = _attributed([RankCollective("all_gather", "bfloat16", 999, "shard", 2), CALLS[1]])
@@ -169,12 +203,13 @@ def test_other_collectives_than_recorded_are_an_error() -> None:
 
 def _profile(rank: int, parts: dict[str, float], seconds: float | None = None) -> RankProfile:
     tree, found = _attributed()
-    events, dropped = rank_timeline(rank, [tree], [found], 5e6 + rank)
+    events, dropped = rank_timeline(rank, [tree], [found])
     return RankProfile(
         rank=rank,
         place={"shard": rank},
         host="here",
         pid=9,
+        started_ns=10**18 + 1500 * rank,
         steps=(ProfiledStep(step=7, seconds=seconds or sum(parts.values()), parts=parts),),
         unprofiled_seconds=(8.0,),
         collectives=(
@@ -201,7 +236,8 @@ def test_the_trace_has_a_process_per_rank_with_names_phases_and_collectives() ->
     assert gather["args"]["bytes"] == 128
     assert gather["args"]["axes"] == "shard"
     assert "operators left out" in trace["otherData"]["left out"]
-    assert min(event["ts"] for event in trace["traceEvents"] if event["ph"] == "X") == 0
+    steps = [event["ts"] for event in trace["traceEvents"] if event["name"] == "step 7"]
+    assert steps == [0.0, 4.5]  # rank 3 began 4.5 us later
 
 
 def test_collectives_that_overlap_have_tracks_of_their_own() -> None:
@@ -209,7 +245,7 @@ def test_collectives_that_overlap_have_tracks_of_their_own() -> None:
     gather, reduce = found.collectives
     found.collectives = [replace(gather, start=10.0, end=30.0), replace(reduce, start=20.0, end=40.0)]
     found.collectives.append(replace(reduce, start=30.0, end=35.0))
-    events, _ = rank_timeline(0, [tree], [found], 0.0)
+    events, _ = rank_timeline(0, [tree], [found])
     tracks = [event["tid"] for event in events if event["cat"] == "collective"]
     assert tracks == [2, 3, 2]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from danlu.profiler.profiler_events import (
-    BACKWARD_NODE,
     MODULE,
     RECOMPUTE,
     STAGE,
@@ -30,6 +29,7 @@ _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", 
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _ACCUMULATE = "AccumulateGrad"
 _FUNCTIONAL = "_c10d_functional::"
+_WAITS = (WAIT, "_c10d_functional::wait_tensor")
 
 
 class Place(NamedTuple):
@@ -92,7 +92,7 @@ class _Attributor:
         """Attribute an event and what is inside."""
         place = self._place(event, around)
         self.found.places[event] = place
-        if event.name == WAIT or (event.is_operator and is_collective_name(event.name)):
+        if event in self._calls or event.name in _WAITS:
             part = self.found.part_of[event] = self._collective_part(event, place)
             self.found.parts[part] += event.duration  # with the copies that it makes inside
             return
@@ -151,7 +151,7 @@ class _Attributor:
             waited = pending[0] if pending else None
         self._latest = None
         if waited is None:  # a second wait for what is done already
-            return "gather" if place.unit else part_of(event, place)
+            return part_of(event, place)
         pending.remove(waited)
         waited.end = event.end
         waited.exposed += event.duration
@@ -229,7 +229,7 @@ def _queue(event: ProfilerEvent, place: Place) -> str:
 def _is_dispatch(event: ProfilerEvent) -> bool:
     """Whether Python runs and decides what an operator does: one on DTensors holds that on local tensors."""
     name = event.name
-    if name == "PythonSubclass" or "::" not in name or BACKWARD_NODE in name:
+    if name == "PythonSubclass" or "::" not in name or is_collective_name(name):
         return True
     inner = [*event.children, *(each for child in event.children for each in child.children)]
     return any(each.name in (name, "PythonSubclass") for each in inner)

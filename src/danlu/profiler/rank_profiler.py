@@ -58,7 +58,7 @@ def profile_rank(
     with annotated_stages(stages, state.stage_modules, mesh.plan.compile) as watched:
         activities = [ProfilerActivity.CPU]
         with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
-            began = time.time()
+            began = time.time_ns()
             for number in numbers:
                 with RecordFunction(f"{STEP}{number}"):
                     seconds.append(step(watched))
@@ -66,13 +66,14 @@ def profile_rank(
     trees = step_trees(_records(profiler))
     pipeline = mesh.plan.degrees.pp > 1
     found = [attribute_step(tree, match_calls(tree, recorder.calls), pipeline=pipeline) for tree in trees]
-    timeline, dropped = rank_timeline(mesh.rank, trees, found, 1e6 * began - trees[0].start)
+    timeline, dropped = rank_timeline(mesh.rank, trees, found)
     axes = [*DENSE_AXES, *(["ep"] if mesh.plan.degrees.ep > 1 else [])]
     return RankProfile(
         rank=mesh.rank,
         place={axis: mesh.coordinates[axis] for axis in axes},
         host=socket.gethostname(),
         pid=os.getpid(),
+        started_ns=began,
         steps=tuple(
             ProfiledStep(step=number, seconds=took, parts={part: 1e-6 * each for part, each in step.parts.items()})
             for number, took, step in zip(numbers, seconds, found, strict=True)

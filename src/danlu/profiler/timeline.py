@@ -16,10 +16,10 @@ TraceEvent = dict[str, Any]
 
 
 def rank_timeline(
-    rank: int, steps: Sequence[ProfilerEvent], found: Sequence[StepAttribution], offset: float
+    rank: int, steps: Sequence[ProfilerEvent], found: Sequence[StepAttribution]
 ) -> tuple[list[TraceEvent], int]:
-    """The events of a rank, its times plus `offset`, and how many operators are left out."""
-    writer = _TimelineWriter(rank, offset)
+    """The events of a rank, from its first step on, and how many operators are left out."""
+    writer = _TimelineWriter(rank, steps[0].start)
     for step, attribution in zip(steps, found, strict=True):
         writer.add_step(step, attribution)
     writer.add_collectives([called for attribution in found for called in attribution.collectives])
@@ -28,21 +28,22 @@ def rank_timeline(
 
 def merge_timelines(profiles: Sequence[RankProfile], about: Mapping[str, object]) -> dict[str, object]:
     """One trace of all profiled ranks; it begins at 0, and says what it leaves out."""
-    start = min(event["ts"] for profile in profiles for event in profile.timeline)
+    start = min(profile.started_ns for profile in profiles)
     events: list[TraceEvent] = []
     for profile in profiles:
         events += _track_names(profile)
-        events += [event | {"ts": round(event["ts"] - start, 3)} for event in profile.timeline]
+        later = 1e-3 * (profile.started_ns - start)
+        events += [event | {"ts": round(event["ts"] + later, 3)} for event in profile.timeline]
     dropped = sum(profile.dropped_events for profile in profiles)
     note = f"{dropped} operators left out: inside another operator, or shorter than {SHORTEST:g} us"
     return {"displayTimeUnit": "ms", "otherData": {**about, "left out": note}, "traceEvents": events}
 
 
 class _TimelineWriter:
-    def __init__(self, rank: int, offset: float) -> None:
+    def __init__(self, rank: int, start: float) -> None:
         self.events: list[TraceEvent] = []
         self.dropped = 0
-        self._rank, self._offset = rank, offset
+        self._rank, self._start = rank, start
 
     def add_step(self, step: ProfilerEvent, found: StepAttribution) -> None:
         """Its phases, and its modules and operators."""
@@ -88,7 +89,7 @@ class _TimelineWriter:
             self._add_operators(child, found)
 
     def _add(self, track: int, name: str, category: str, start: float, end: float, args: Mapping[str, object]) -> None:
-        times = {"ts": round(start + self._offset, 3), "dur": round(end - start, 3)}
+        times = {"ts": round(start - self._start, 3), "dur": round(end - start, 3)}
         event = {"ph": "X", "pid": self._rank, "tid": track, "name": name, "cat": category, **times}
         self.events.append(event | {"args": dict(args)} if args else event)
 

@@ -53,6 +53,8 @@ class RankProfile(SpecModel):
     """The rank's coordinate along every axis."""
     host: str
     pid: int
+    started_ns: int
+    """When the first profiled step began, in nanoseconds since the epoch."""
     steps: TupleOf[ProfiledStep]
     unprofiled_seconds: TupleOf[float]
     """Steps taken without a profiler: what the profiler itself costs is the difference."""
@@ -60,4 +62,4 @@ class RankProfile(SpecModel):
     dropped_events: int = Field(ge=0)
     """Operators that the timeline leaves out: those inside another one, and the shortest."""
     timeline: TupleOf[dict[str, Any]]
-    """Events of the Chrome trace format; their times are microseconds since the epoch."""
+    """Events of the Chrome trace format; their times are microseconds since `started_ns`."""
