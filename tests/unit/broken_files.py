@@ -274,6 +274,10 @@ CONTRADICTIONS = {
     "ramp-by-ranks": _plan(
         "shard = 4", "", RECIPE.replace("length = 64", "length = 64\nramp = [{until = 9, sequences = 6}]")
     ),
+    "muon-in-a-precision-that-the-chip-lacks": Files(
+        RECIPE.replace("[schedule]", '[optimizer]\nkind = "muon"\n\n[schedule]').replace('"bf16"', '"fp32"'),
+        cluster=CLUSTER.replace(', bf16 = "2 TFLOP/s"', ""),
+    ),
     "muon-settings-ignored": _recipe("[schedule]", "[optimizer]\nmomentum = 0.9\n\n[schedule]"),
     "group-matches-nothing": _recipe(
         "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.4.*"\nweight_decay = 0\n\n[schedule]'

@@ -5,9 +5,12 @@ import pytest
 from made_meshes import place_of
 from numpy.typing import NDArray
 
+from danlu.dryrun.dry_run import RAMP_NOTE, dry_run_ranks
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.optimizer import learning_rate
-from danlu.spec.recipe import BatchConfig, BatchRampStage, LRSchedule, OptimizerConfig
+from danlu.spec.load import load_model
+from danlu.spec.plan import Degrees, Plan
+from danlu.spec.recipe import BatchConfig, BatchRampStage, DataConfig, LRSchedule, OptimizerConfig, Recipe
 
 RAMP = (
     BatchRampStage(until=3, sequences=2),
@@ -61,3 +64,18 @@ def test_a_decay_at_the_end_has_its_shape() -> None:
     assert rate(80, "cosine") == pytest.approx(0.6)
     assert rate(70, "cosine") == pytest.approx(0.2 + 0.8 * (1 + 2**-0.5) / 2)
     assert all(rate(100, shape) == pytest.approx(0.2) for shape in ("linear", "cosine", "1-sqrt"))
+
+
+def test_a_dry_run_and_a_plan_are_about_the_full_batch() -> None:
+    made = Recipe(
+        name="ramp",
+        steps=10,
+        model=load_model("tiny-llama").model_copy(update={"layers": 1}),
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=8, length=16, ramp=(BatchRampStage(until=3, sequences=2),)),
+    )
+    full = made.model_copy(update={"batch": BatchConfig(sequences=8, length=16)})
+    ramped, plain = (dry_run_ranks(each, Plan(degrees=Degrees(shard=2)), None, [0]) for each in (made, full))
+    assert (ramped.notes, plain.notes) == ((RAMP_NOTE,), ())
+    assert ramped.traces[0].flops == plain.traces[0].flops
+    assert ramped.traces[0].peak == plain.traces[0].peak

@@ -148,6 +148,19 @@ def chip_has_the_precision(recipe: ParsedSpec[Recipe], cluster: ParsedSpec[Clust
             )
 
 
+def chip_has_muons_precision(recipe: ParsedSpec[Recipe], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
+    """Muon's iterations run in a precision of their own."""
+    optimizer, peak = recipe.value.optimizer, cluster.value.chip.peak
+    if optimizer.has_muon and optimizer.newton_schulz_dtype not in peak:
+        known = [name for name in ("fp32", "bf16") if name in peak]
+        yield recipe.problem(
+            "optimizer.newton_schulz_dtype",
+            f'is "{optimizer.newton_schulz_dtype}", but the chip of "{cluster.value.name}" has no such peak; it has '
+            + ", ".join(f'"{name}"' for name in peak),
+            f'newton_schulz_dtype = "{known[0]}"' if known else 'kind = "adamw"',
+        )
+
+
 NETWORK_RULES: tuple[NetworkRule, ...] = (
     world_fits,
     enough_nodes,
@@ -156,4 +169,4 @@ NETWORK_RULES: tuple[NetworkRule, ...] = (
     experts_fit_levels,
 )
 MAPPING_RULES: tuple[PlanRule, ...] = (factors_make_the_degree,)
-CHIP_RULES: tuple[ChipRule, ...] = (chip_has_the_precision,)
+CHIP_RULES: tuple[ChipRule, ...] = (chip_has_the_precision, chip_has_muons_precision)
