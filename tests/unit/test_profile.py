@@ -101,6 +101,9 @@ def _step(recording: Recording) -> Any:
             own=0.0,
         ),
         e("aten::_foreach_add_", own=262144.0),
+        e("c10d::alltoall_base_", own=524288.0, **{"Input Dims": [[4], [4]]}),
+        e("danlu.wait", own=1.0),
+        e("aten::mm", own=1048576.0),
         own=0.5,
     )  # fmt: skip
 
@@ -108,6 +111,7 @@ def _step(recording: Recording) -> Any:
 CALLS = [
     RankCollective("all_gather", "float32", 128, "shard", 2),
     RankCollective("all_reduce", "float32", 20, "world", 2),
+    RankCollective("all_to_all", "float32", 16, "shard", 2),
 ]
 
 
@@ -133,6 +137,8 @@ def test_every_microsecond_belongs_to_its_part() -> None:
         "accumulate": 32768,
         "stragglers": 131072 + 0.25,
         "optimizer": 262144,
+        "exchange": 524288 + 1,
+        "orthogonalization": 1048576,
     }
     assert sum(found.parts.values()) == tree.duration
 
@@ -150,7 +156,7 @@ def test_a_backward_operator_has_the_module_that_made_its_node() -> None:
 
 def test_collectives_have_their_bytes_and_what_was_waited_for() -> None:
     _, found = _attributed()
-    gather, reduce = found.collectives
+    gather, reduce, _ = found.collectives
     assert (gather.call.axes, gather.call.payload, gather.exposed) == ("shard", 32 * 4, 16 + 32)
     assert (reduce.call.axes, reduce.call.payload, reduce.exposed) == ("world", 5 * 4, 131072 + 0.25)
     assert gather.end - gather.start == 16 + 32
@@ -192,12 +198,12 @@ def test_a_functional_collective_is_waited_for_by_an_operator() -> None:
 
 def test_bytes_are_those_of_the_profiled_step() -> None:
     """What experts exchange differs from step to step."""
-    _, found = _attributed([RankCollective("all_gather", "bfloat16", 999, "shard", 2), CALLS[1]])
+    _, found = _attributed([RankCollective("all_gather", "bfloat16", 999, "shard", 2), *CALLS[1:]])
     assert found.collectives[0].call.payload == 32 * 2
 
 
 def test_other_collectives_than_recorded_are_an_error() -> None:
-    with pytest.raises(CollectiveMismatchError, match="called 2 collectives, the step before it 1"):
+    with pytest.raises(CollectiveMismatchError, match="called 3 collectives, the step before it 1"):
         _attributed(CALLS[:1])
 
 
@@ -242,7 +248,7 @@ def test_the_trace_has_a_process_per_rank_with_names_phases_and_collectives() ->
 
 def test_collectives_that_overlap_have_tracks_of_their_own() -> None:
     tree, found = _attributed()
-    gather, reduce = found.collectives
+    gather, reduce, _ = found.collectives
     found.collectives = [replace(gather, start=10.0, end=30.0), replace(reduce, start=20.0, end=40.0)]
     found.collectives.append(replace(reduce, start=30.0, end=35.0))
     events, _ = rank_timeline(0, [tree], [found])

@@ -35,6 +35,7 @@ def profile(
 
     The run is only read, so it may still be training; but then it shares the machine with these ranks.
     """
+    from danlu.planner.request import PlanRequestError
     from danlu.runs.profile import profile as profile_steps
     from danlu.runs.train import TrainError
 
@@ -54,7 +55,7 @@ def profile(
             warmup=warmup,
             console=console,
         )
-    except TrainError as error:
+    except (TrainError, PlanRequestError) as error:
         fail(str(error))
     size = result.write_trace(output)
     if as_json:

@@ -178,8 +178,9 @@ def part_of(event: ProfilerEvent, place: Place) -> str:
         return "gather"
     if place.stage in (None, "batch") or (place.stage == "metrics" and is_host):
         return "other"
+    is_matmul = event.name.removeprefix("aten::") in _MATMULS
     if place.stage in ("metrics", "optimizer"):
-        return "optimizer"
+        return "orthogonalization" if is_matmul else "optimizer"
     if is_host and not place.compiled:
         return "waiting"
     if place.accumulates:
@@ -190,7 +191,7 @@ def part_of(event: ProfilerEvent, place: Place) -> str:
         return "recompute"
     if place.attention:
         return "attention"
-    return "linear" if event.name.removeprefix("aten::") in _MATMULS else "elementwise"
+    return "linear" if is_matmul else "elementwise"
 
 
 def collective_part(call: RankCollective, place: Place, pipeline: bool, functional: bool = False) -> str:
@@ -202,8 +203,10 @@ def collective_part(call: RankCollective, place: Place, pipeline: bool, function
     is_p2p, in_attention = call.operation in ("send", "receive"), ".attention" in place.module
     if place.unit and not functional:
         return "gradients" if call.operation == "all_reduce" else "gather"
-    if place.stage != "passes":
+    if place.stage == "metrics":
         return "bubble" if pipeline else "stragglers"  # the ranks meet here: the faster ones wait
+    if place.stage != "passes":
+        return "exchange" if place.stage == "optimizer" else "other"
     if call.axes == "cp" or (in_attention and (is_p2p or call.operation == "all_to_all")):
         return "context"
     if call.axes == "pp" or is_p2p:

@@ -6,6 +6,8 @@ from statistics import fmean
 
 from danlu.cost import StepPrediction, predict
 from danlu.planner.explain import PART_LABELS
+from danlu.planner.pricing import software_for
+from danlu.planner.request import PlanRequest
 from danlu.spec import Cluster, Model, Plan, Recipe
 from danlu.spec.profile import RankProfile
 
@@ -48,10 +50,15 @@ class ComparedPart:
 
 
 def predict_step(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> StepPrediction | None:
-    """The prediction for a plan; None without a cluster, or for a custom model."""
+    """What `danlu plan` predicts for a plan; None without a cluster, or for a custom model.
+
+    Raises `PlanRequestError` if the cluster says too little of its chip.
+    """
     if cluster is None or not isinstance(recipe.model, Model):
         return None
-    return predict(recipe.model, plan, recipe.batch, cluster, dtype=recipe.precision.compute)
+    request = PlanRequest(recipe, cluster, plan.degrees.world)
+    software = software_for(request, plan.recompute, regather_inputs=plan.regather_inputs, compiled=plan.compile)
+    return predict(recipe.model, plan, recipe.batch, cluster, software, request.dtype)
 
 
 def compare_parts(profiles: Sequence[RankProfile], prediction: StepPrediction | None) -> list[ComparedPart]:

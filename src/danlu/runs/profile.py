@@ -71,6 +71,7 @@ def profile(
             message = f"has {rank}, but there are {world} ranks"
             raise SpecError([problem_at(Path("danlu profile"), 1, "--ranks", message, f"0 to {world - 1}")])
     spec = check_run(recipe_beside_run(run) if run else what, plan, cluster, world)  # type: ignore[arg-type]
+    prediction = predict_step(spec.recipe, spec.plan, spec.cluster)  # before ranks start: it may refuse
     parsed = ParsedSpec(spec.recipe, spec.recipe_document)
     check_weights(parsed)
     ensure_dataset(parsed, console)
@@ -79,7 +80,6 @@ def profile(
         profiles = tuple(
             RankProfile.model_validate_json(scratch.rank_profile(rank).read_text()) for rank in request.ranks
         )
-    prediction = predict_step(spec.recipe, spec.plan, spec.cluster)
     return ProfileResult(
         run.name if run else spec.recipe.name,
         spec.plan,
