@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, _resolve_process_group
+from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
@@ -38,6 +39,8 @@ __all__ = [  # noqa: RUF022  (by subject)
     "detect_fake_mode",
     # Sees every operator on this rank's local tensors.
     "TorchDispatchMode",
+    # Names what a profiler sees. The public one is an operator, which selective recompute would want to find again.
+    "RecordFunction",
     # Walk nested inputs and outputs of a user's module.
     "tree_leaves",
     "tree_map",

@@ -50,6 +50,7 @@ from danlu.spec import (
     load_recipe,
 )
 from danlu.spec.event import PeakSource
+from danlu.spec.profile import ProfileRequest
 from danlu.spec.recipe import has_experts
 from danlu.storage import run_lock
 from danlu.storage.access import set_umask
@@ -64,6 +65,10 @@ _MAX_FAILURE_LENGTH = 4_000
 """Characters of an error in a rank's events; its log has all of them."""
 
 
+class ProfileUnsupportedError(RuntimeError):
+    """A profile of this chip would give times to the wrong parts."""
+
+
 def run_worker(
     run: RunFolder,
     rank_info: RankInfo,
@@ -72,10 +77,12 @@ def run_worker(
     locked: bool = False,
     peak_cache: Path | None = None,
     evaluate_step: int | None = None,
+    profile: ProfileRequest | None = None,
 ) -> None:
     """Train the run in `run` as one rank; resumes from its newest checkpoint if there is one.
 
-    With `evaluate_step` the checkpoint of that step is evaluated instead, and nothing is trained.
+    With `evaluate_step` the checkpoint of that step is evaluated instead, with `profile` a few steps are profiled, and
+    nothing is trained.
 
     The FLOP/s that were measured on this machine are kept in `peak_cache`. Whoever launches ranks holds the run's lock
     before it writes anything; where nobody does (`locked` is false), rank 0 takes it.
@@ -86,10 +93,12 @@ def run_worker(
         with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
             link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
             with Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache) as session:
-                if evaluate_step is None:
-                    session.train(stop)
-                else:
+                if evaluate_step is not None:
                     session.evaluate(evaluate_step)
+                elif profile is not None:
+                    session.profile(profile)
+                else:
+                    session.train(stop)
     except Exception as error:
         unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
         step = session.step if session is not None else None
@@ -238,6 +247,35 @@ class Session:
                 for event in (*events.waiting, evaluated):
                     writer.write(event)
         return evaluated
+
+    def profile(self, request: ProfileRequest) -> None:
+        """Profile steps from the newest checkpoint on; each profiled rank writes what it measured, nothing is saved."""
+        from danlu.profiler.rank_profiler import profile_rank
+
+        recipe, mesh, link = self.recipe, self.mesh, self.link
+        if mesh.device.type != "cpu":
+            raise ProfileUnsupportedError(
+                f"a profile attributes the time of the thread that runs operators, but on chip {self.chip.name} they "
+                "run on the device, behind it: use its vendor's profiler for now"
+            )
+        link.report_phase("building the model")
+        state, forward_backward = build_train_state(recipe, mesh.plan, mesh)
+        link.report_phase("reading the checkpoint")
+        checkpoints = self._open_checkpoints()
+        if (step := checkpoints.latest_step()) is not None:
+            state.restore_scalars(checkpoints.load(step, state.tensors())[0])
+        elif recipe.weights:
+            load_weights(state.stage_modules, recipe.model, Path(recipe.weights))
+        checkpoints.close()
+        # The steps may lie behind the run's last one.
+        last = state.step + request.warmup + 2 * request.steps + 1
+        recipe = recipe.model_copy(update={"steps": max(recipe.steps, last)})
+        link.report_phase("opening the data")
+        data = TrainData(self.run, recipe, mesh, state.cursor)
+        stages = TrainStages(data, forward_backward, memory_peak=self.chip.runtime.max_memory)
+        found = profile_rank(recipe, state, mesh, stages, request, link.report_phase)
+        if found is not None:
+            self.run.rank_profile(mesh.rank).write_text(found.model_dump_json())
 
     def _open_checkpoints(self) -> CheckpointEngine:
         config = self.recipe.checkpoint

@@ -176,3 +176,11 @@ def test_a_target_that_cannot_be_installed_is_caught(target: str) -> None:
 @pytest.mark.parametrize("target", [".", ".[hf]", ".[dev,docs]", "torch==2.13.0", "torch"])
 def test_a_target_that_can_be_installed_is_allowed(target: str) -> None:
     assert target_problem(target) is None
+
+
+def test_the_chinese_page_has_the_same_commands() -> None:
+    """What runs here runs there: code blocks are the same, word for word and in the same order."""
+    english, chinese = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh.md"))
+    code = re.compile(r"(?:^<!-- not run: [^\n]*-->\n)?^```\w+\n.*?^```$", re.MULTILINE | re.DOTALL)
+    assert code.findall(chinese) == code.findall(english)
+    assert len(code.findall(english)) > 5

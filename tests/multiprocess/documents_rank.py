@@ -18,12 +18,20 @@ from torch import Tensor, nn
 from training import train_in_memory
 from worlds import Worlds
 
+from danlu.comm.mesh import build_mesh
+from danlu.comm.world import World
+from danlu.framework.evaluation import Evaluation
 from danlu.framework.init_weights import init_weights
+from danlu.framework.state import TrainState
 from danlu.framework.transformer import Decoder
+from danlu.spec.event import EvaluationEvent
+from danlu.spec.recipe import EvaluationConfig, EvaluationSource, has_experts
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 END_OF_TEXT = 256
 """What ends a document of the bytes tokenizer."""
+HELD_OUT = 11
+"""Samples of an evaluation."""
 
 
 class EachDocumentAlone(Objective):
@@ -83,9 +91,19 @@ class Stream:
 
     def rows(self, first: int, number: int) -> tuple[Tensor, Tensor]:
         """What ends a document and what is learned in some samples."""
-        starts = (self.data.sample_ids(np.arange(first, first + number)) * self.length).tolist()
-        spans = [slice(start, start + self.length + 1) for start in starts]
-        return torch.stack([self.ends[span] for span in spans]), torch.stack([self.learned[span] for span in spans])
+        _, ends, learned = self._rows_of(self.data.sample_ids(np.arange(first, first + number)).tolist())
+        return ends, learned
+
+    def held_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with their tokens of samples spread evenly over the data set."""
+        available = (len(self.tokens) - 1) // self.length
+        return self._rows_of([number * available // HELD_OUT for number in range(HELD_OUT)])
+
+    def _rows_of(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        spans = [slice(sample * self.length, (sample + 1) * self.length + 1) for sample in samples]
+        every = (self.tokens, self.ends, self.learned)
+        tokens, ends, learned = (torch.stack([each[span] for span in spans]) for each in every)
+        return tokens, ends, learned
 
 
 def train_reference(packed: Packed, folder: Path) -> None:
@@ -107,7 +125,22 @@ def train_reference(packed: Packed, folder: Path) -> None:
     run = train_plainly(made, model, stream.data, objective=objective)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_reference(folder, packed.reference, run.losses, run.norms, parameters)
-    (folder / f"{packed.reference}-counted.json").write_text(json.dumps(counted))
+    with torch.no_grad():
+        tokens, ends, learned = stream.held_out()
+        aim = EachDocumentAlone(ends, learned, whole_rows=not packed.document_mask)
+        held_out = aim.loss_sum(model.eval(), tokens).item() / aim.count(tokens)
+    told = {"counted": counted, "held-out": held_out, "held-out counted": aim.count(tokens)}
+    (folder / f"{packed.reference}-told.json").write_text(json.dumps(told))
+
+
+def evaluate(packed: Packed, state: TrainState, folder: Path) -> EvaluationEvent:
+    """The held-out loss of a trained model, as a run computes it."""
+    made = recipe(packed, folder)
+    source = EvaluationSource(name="held-out", shards=str(folder / packed.shards))
+    evaluation = EvaluationConfig(data=(source,), tokens=HELD_OUT * made.batch.length)
+    made = made.model_copy(update={"evaluation": evaluation})
+    mesh = build_mesh(packed.plan, World.adopt(), None, experts=has_experts(made.model))
+    return Evaluation(made, mesh, state, on_warning=print).run(made.steps)
 
 
 def train_layout(packed: Packed, rank: int, folder: Path) -> None:
@@ -116,7 +149,9 @@ def train_layout(packed: Packed, rank: int, folder: Path) -> None:
         result = {"name": packed.name} | compare(folder, packed.reference, reports, state)
     except Exception:
         raise RuntimeError(f"{packed.name}: {traceback.format_exc()}") from None
+    evaluated = evaluate(packed, state, folder)
     result["counted"] = [report.counted for report in reports]
+    result["held-out"], result["held-out counted"] = evaluated.losses["held-out"], evaluated.tokens["held-out"]
     (folder / f"documents-{LAYOUTS.index(packed)}-{rank}.json").write_text(json.dumps(result))
 
 

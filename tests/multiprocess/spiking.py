@@ -130,6 +130,8 @@ class SpikeRun:
     state: TrainState
     events: list[Event] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    kills: int = 0
+    """Processes that died on the way."""
 
     @property
     def spikes(self) -> list[SpikeEvent]:
@@ -263,6 +265,7 @@ def trained_with_kills(
                 events += run.events
                 continue
         run.events[:0] = events
+        run.kills = len(killed)
         return run
 
 

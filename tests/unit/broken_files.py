@@ -227,6 +227,18 @@ CONTRADICTIONS = {
     "store-without-cache": _data('shards = "s3://bucket/tokens"'),
     "cache-without-store": _data('shards = "shards"\ncache = "cache"'),
     "store-unknown": _data('shards = "gs://bucket/tokens"\ncache = "cache"'),
+    "evaluation-without-data": _recipe("warmup = 10", "warmup = 10\n[evaluation]\nevery = 5"),
+    "evaluation-of-less-than-a-sequence": _recipe(
+        "warmup = 10", 'warmup = 10\n[evaluation]\ntokens = 63\ndata = [{name = "a", shards = "held-out"}]'
+    ),
+    "evaluation-on-training-data": _recipe(
+        "warmup = 10", 'warmup = 10\n[evaluation]\ndata = [{name = "a", shards = "shards"}]'
+    ),
+    "evaluation-named-twice": _recipe(
+        "warmup = 10",
+        'warmup = 10\n[evaluation]\ndata = [{name = "a", shards = "b"}, {name = "a", shards = "c"}]',
+    ),
+    "wandb-without-project": _recipe("warmup = 10", 'warmup = 10\n[metrics]\nwandb_mode = "offline"'),
     "rewind-without-checkpoints": _recipe("warmup = 10", 'warmup = 10\n[spikes]\npolicy = "rewind"'),
     "rewind-of-the-only-checkpoint": _recipe(
         "warmup = 10", 'warmup = 10\n[spikes]\npolicy = "rewind"\n[checkpoint]\nevery = 20\nkeep = 1'

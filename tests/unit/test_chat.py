@@ -84,7 +84,9 @@ def test_answers_are_what_a_model_has_to_write() -> None:
     assert render(GENERATION, TALK)[1] == [f"Two – “2”.{END}", f"No{END}"]
 
 
-FORGETFUL = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last or loop.index < 3 else '' }}")
+KEPT = "{{ message.content if message.role == 'user' or loop.last else '' }}"
+FORGETFUL = TEMPLATE.replace("{{ message.content }}", KEPT)
+"""As templates that keep the thoughts of the last answer alone."""
 BAD = {
     "no answer": (TEMPLATE, TALK[:2], 'no message of role "assistant"'),
     "special token": (TEMPLATE, [*TALK[:2], {"role": "assistant", "content": f"a{END}"}], "read as a special token"),

@@ -25,6 +25,10 @@ NOT_ONE_SETTING = {
     "batch-too-small-for-pipeline",
     "cache-without-store",
     "decay-ignored",
+    "evaluation-named-twice",
+    "evaluation-of-less-than-a-sequence",
+    "evaluation-on-training-data",
+    "evaluation-without-data",
     "experts-off-their-ranks",
     "group-matches-nothing",
     "group-never-wins",
@@ -53,6 +57,7 @@ NOT_ONE_SETTING = {
     "weights-too-fine",
     "uneven-ranks",
     "unknown-level",
+    "wandb-without-project",
 }
 """Cases whose mend is more than one number: a removal, a name, two settings at once."""
 

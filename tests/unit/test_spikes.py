@@ -61,6 +61,7 @@ def test_after_a_rewind_a_run_is_one_without_the_samples_it_passed_over(rewound:
 def test_a_run_killed_right_after_a_rewind_resumes_to_the_same_bits(tmp_path: Path, rewound: SpikeRun) -> None:
     resumed = trained_with_kills(spike_recipe(STEPS), tmp_path, [GARBAGE], lambda spike: True)
     assert [spike.step for spike in resumed.spikes] == [48, 48], "what was killed is done again"
+    assert resumed.kills == 1
     assert same_tensors(resumed.state, rewound.state) and resumed.curve() == rewound.curve()
     assert resumed.state.scalars() == rewound.state.scalars()
 

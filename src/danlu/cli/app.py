@@ -16,6 +16,7 @@ from danlu.cli.launch import launch
 from danlu.cli.option_rules import apply_option_rules
 from danlu.cli.plan import PlanCommand, plan
 from danlu.cli.probe import probe
+from danlu.cli.profile import profile
 from danlu.cli.renamed import refuse_renamed
 from danlu.cli.resume import resume
 from danlu.cli.rm import rm
@@ -76,6 +77,7 @@ app.command()(runs)
 app.command()(show)
 app.command()(evaluate)
 app.command()(sample)
+app.command()(profile)
 app.command()(rm)
 app.command()(check)
 app.command(cls=PlanCommand)(plan)

@@ -14,6 +14,7 @@ import typer
 
 from danlu.comm.launcher_link import LauncherLink
 from danlu.spec import RunFolder, SpecError
+from danlu.spec.profile import ProfileRequest
 from danlu.spec.text import printable
 from danlu.storage.run_lock import RunError
 
@@ -27,6 +28,9 @@ def worker(
     locked: Annotated[bool, typer.Option("--locked", help="The launcher holds the run's lock.")] = False,
     evaluate_step: Annotated[
         int | None, typer.Option("--evaluate", help="Evaluate the checkpoint of this step instead of training.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Profile these steps and ranks instead of training.")
     ] = None,
     launcher_link: Annotated[int | None, typer.Option(help="Descriptor of the link to the launcher.")] = None,
     single_host_threads: Annotated[
@@ -46,7 +50,15 @@ def worker(
     rank_info = RankInfo(rank=rank, world_size=world, local_rank=local_rank, endpoint=store)
     try:
         peaks = peak_cache_path(os.environ)
-        run_worker(RunFolder(run), rank_info, link, locked=locked, peak_cache=peaks, evaluate_step=evaluate_step)
+        run_worker(
+            RunFolder(run),
+            rank_info,
+            link,
+            locked=locked,
+            peak_cache=peaks,
+            evaluate_step=evaluate_step,
+            profile=ProfileRequest.model_validate_json(profile) if profile else None,
+        )
     except (SpecError, RunError) as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         sys.exit(2)

@@ -30,6 +30,14 @@ _INPUT_IS_SECOND = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_
 _NO_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd")
 
 
+DTYPE_BYTES = {
+    str(dtype).removeprefix("torch."): dtype.itemsize
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+"""Bytes of one element, by the name of its type."""
+
+
 class UnknownCollectiveError(RuntimeError):
     """A collective whose bytes this module cannot count."""
 
@@ -55,18 +63,31 @@ def is_collective(func: Any) -> bool:
     return func.namespace in ("c10d", "_c10d_functional")
 
 
+def collective_operation(name: str) -> str | None:
+    """The operation of an operator such as `c10d::allreduce_`; None if it only waits."""
+    operator = name.split("::")[1]
+    if operator in _NO_TRAFFIC:
+        return None
+    if operator not in _OPERATIONS:
+        raise UnknownCollectiveError(f"collective {name} must be one of {', '.join(_OPERATIONS)} to be recorded")
+    return _OPERATIONS[operator]
+
+
+def input_position(name: str) -> int:
+    """Which argument of an operator such as `c10d::allreduce_` is this rank's input."""
+    return int(name.split("::")[1] in _INPUT_IS_SECOND)
+
+
 def parse_collective(func: Any, args: tuple[Any, ...]) -> CollectiveCall | None:
     """The collective of an operator call; None if it only waits."""
-    name = func._schema.name.split("::")[1]
-    if name in _NO_TRAFFIC:
+    operation = collective_operation(func._schema.name)
+    if operation is None:
         return None
-    if name not in _OPERATIONS:
-        raise UnknownCollectiveError(f"collective {func} must be one of {', '.join(_OPERATIONS)} to be recorded")
-    given = args[1] if name in _INPUT_IS_SECOND else args[0]
+    given = args[input_position(func._schema.name)]
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return CollectiveCall(_OPERATIONS[name], dtype, size, _group(args))
+    return CollectiveCall(operation, dtype, size, _group(args))
 
 
 def _group(args: tuple[Any, ...]) -> ProcessGroup:

@@ -4,15 +4,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from danlu.dryrun.live_memory import LiveMemoryTracker
 from danlu.dryrun.memory_timeline import StepContext
+from danlu.memory.recompute import wrap_recomputed
 from danlu.torch_compat import (
     FSDPParamGroup,
     backward_sequence_number,
@@ -64,7 +63,8 @@ class ModuleTracker:
             self._module_numbers[id(stage_module)] = number
             self._names |= {id(module): name for name, module in stage_module.named_modules()}
             self._roots[id(stage_module)] = 0
-            self._follow_recompute(stage_module)
+            # The second time a region's module itself is not called.
+            wrap_recomputed(stage_module, self.as_module)
         self._stack: list[str] = []
         self._microbatch: int | None = None
         self._module_number = 0
@@ -199,15 +199,6 @@ class ModuleTracker:
         else:
             self._starts.append(number)
             self._spans.append(span)
-
-    def _follow_recompute(self, stage_module: nn.Module) -> None:
-        """Track inside recompute regions: the second time their module itself is not called."""
-        for name, module in stage_module.named_modules():
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, partial) and value.func is checkpoint:
-                    function, *rest = value.args
-                    followed = partial(checkpoint, self.as_module(name, function), *rest, **value.keywords)
-                    setattr(module, attribute, followed)
 
     def _inside_unit(self, method: Callable[..., Any], reducing: bool) -> Callable[..., Any]:
         """An FSDP method on the parameters of one module, tracked under that module's name."""

@@ -12,13 +12,12 @@ from danlu.chips.accelerator import copy_to_device
 from danlu.comm.mesh import ParallelMesh
 from danlu.parallel.batch import IGNORE_INDEX, Batch
 from danlu.spec.recipe import BatchConfig
+from danlu.storage.data.shuffle import IntArray
 from danlu.storage.data.token_marks import unpack_marks
 from danlu.storage.data.token_shards import rank_sample_indices
 
 PREFETCH_BATCHES = 2
 """Batches read ahead: one is ready while the next is being read."""
-
-IntArray = NDArray[np.int64]
 
 
 class SampleSource(Protocol):

@@ -1,6 +1,6 @@
 """Activation recomputation (checkpointing): recompute in the backward pass instead of keeping."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +39,25 @@ def apply_recompute(regions: Iterable[RecomputeRegion]) -> None:
         if mode == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_policy)
         setattr(module, method, partial(checkpoint, getattr(module, method), **options))
+
+
+def wrap_recomputed(
+    stage_module: nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Let `wrap` replace what every region runs, both times, given its module's name; returns what undoes it."""
+    before: list[tuple[nn.Module, str, Any]] = []
+    for name, module in stage_module.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, partial) and value.func is checkpoint:
+                function, *rest = value.args
+                before.append((module, attribute, value))
+                setattr(module, attribute, partial(checkpoint, wrap(name, function), *rest, **value.keywords))
+
+    def undo() -> None:
+        for module, attribute, value in before:
+            setattr(module, attribute, value)
+
+    return undo
 
 
 def _save_policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -47,6 +47,10 @@ class RunFolder:
         """Events that only this rank can report, such as its own failure."""
         return self.path / "events" / f"rank-{rank}.jsonl"
 
+    def rank_profile(self, rank: int) -> Path:
+        """What a rank measured for `danlu profile`; only in its scratch folder."""
+        return self.path / f"profile-{rank}.json"
+
     @property
     def data(self) -> Path:
         """Dataset versions that the run reads from which sample on, one record per line."""

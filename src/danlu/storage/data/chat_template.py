@@ -98,7 +98,7 @@ class ChatTemplate:
         return messages
 
     def _answers_by_prefix(
-        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], text: str
+        self, messages: Sequence[Mapping[str, Any]], given: dict[str, Any], text: str
     ) -> Iterator[tuple[int, int]]:
         """An answer is what its message adds to the messages before it and the prompt for it."""
         for number, message in enumerate(messages):
@@ -112,17 +112,12 @@ class ChatTemplate:
             yield len(before), len(after)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], add_generation_prompt: bool = False
+        self, messages: Sequence[Mapping[str, Any]], given: dict[str, Any], add_generation_prompt: bool = False
     ) -> str:
-        from jinja2 import TemplateError
-
+        names = {"messages": messages, "add_generation_prompt": add_generation_prompt} | dict(self.variables) | given
         try:
-            return str(
-                _compile(self.source).render(
-                    messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.variables), **given
-                )
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            return str(_compile(self.source).render(names))
+        except Exception as error:  # the template is code of the model's makers and may raise anything
             raise ConversationError("not rendered", f"is refused by the chat template: {error}") from None
 
 
@@ -133,8 +128,11 @@ def load_chat_template(tokenizer_file: Path, special_tokens: Sequence[str]) -> C
     config_file = tokenizer_file.with_name("tokenizer_config.json")
     own_file = tokenizer_file.with_name("chat_template.jinja")
     config = _read_config(config_file)
-    source = read_bytes(own_file, MAX_TEMPLATE_BYTES).decode() if own_file.is_file() else _template_in(config)
     file = own_file if own_file.is_file() else config_file
+    try:
+        source = read_bytes(own_file, MAX_TEMPLATE_BYTES).decode() if file == own_file else _template_in(config)
+    except UnicodeDecodeError as error:
+        raise SpecError([problem_at(file, 1, "chat_template", f"is not UTF-8: {error.reason}")]) from None
     if not source:
         message = f"has no chat template: neither {own_file.name} nor `chat_template` in {config_file.name}"
         hint = "put the template of the model beside its tokenizer.json"
