@@ -127,6 +127,6 @@ def test_a_stage_recomputes_its_own_layers() -> None:
     assert regions == [RecomputeRegion(made.blocks["3"], "selective")]
 
 
-def _counted(forward: Callable[[Tensor], Tensor], calls: list[int], x: Tensor) -> Tensor:
+def _counted(forward: Callable[..., Tensor], calls: list[int], *given: Any) -> Tensor:
     calls.append(1)
-    return forward(x)
+    return forward(*given)
