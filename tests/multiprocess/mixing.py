@@ -119,7 +119,7 @@ def live(
         _Noted(data, told),
         forward_backward,
         Saves(),
-        Losses(),
+        events=Losses(),
         stop_requested=lambda: until is not None and state.step + 1 >= until,
     )
     run_training_loop(made, state, mesh, stages)
