@@ -43,7 +43,7 @@ def main() -> None:
         real = profiled_loop(made, partial(prepare, layout, made, folder / "shards"))
         joined.shutdown()
         dry = dry_run_rank(made, layout.plan, layout.cluster, rank)
-        # Tokens and targets of a batch. Between two steps the loader's prefetched ones are alive, of which a dry run has
+        # Tokens and targets of a batch. Between two steps the loader's prefetched ones are alive; a dry run has
         # none; in the step the current one is not seen, because on a CPU its memory is numpy's.
         batch = 2 * 8 * made.batch.tokens // layout.plan.degrees.dp // layout.plan.degrees.cp
         result = {
