@@ -12,7 +12,7 @@ from danlu.parallel.forward_pipeline import StageForward, forward_turns
 from danlu.report.evaluations import describe_evaluation, evaluation_series, evaluations_card, format_evaluation
 from danlu.report.run_history import RunHistory
 from danlu.report.run_tables import runs_table, summarize_run
-from danlu.spec import EvaluationEvent, RunFolder, SpecError, StartEvent, StepEvent
+from danlu.spec import EvaluationEvent, RunFolder, SpecError, SpikeEvent, StartEvent, StepEvent
 from danlu.spec.check import load_run_spec
 from danlu.spec.plan import Plan
 from danlu.storage.data.build import build_dataset
@@ -128,6 +128,17 @@ def test_a_restart_drops_evaluations_of_steps_that_are_repeated() -> None:
     history = RunHistory()
     history.add([_start(), _evaluated(0, 5.0), _step(1), _evaluated(1, 4.0), _step(2), _evaluated(2, 3.0)])
     history.add([_start(step=1), _evaluated(1, 4.0)])
+    assert [event.step for event in history.evaluations] == [0, 1]
+
+
+def test_a_rewind_drops_evaluations_of_the_steps_it_leaves() -> None:
+    history = RunHistory()
+    history.add([_start(), _evaluated(0, 5.0), _step(1), _evaluated(1, 4.0), _step(2), _evaluated(2, 3.0), _step(3)])
+    rewound = SpikeEvent(
+        time=5.0, step=3, metric="loss", value=9.0, expected=2.0, limit=3.0, sigmas=20.0, action="rewound",
+        rewound_to=1, first_sample=2, lost_steps=2, lost_samples=2, lost_seconds=1.0,
+    )  # fmt: skip
+    history.add([rewound])
     assert [event.step for event in history.evaluations] == [0, 1]
 
 

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from danlu.cli.ckpt_ref import JsonOption, fail, resolve_ref
+from danlu.cli.run_checkpoint import RunStepArgument, parse_run_step
 from danlu.cli.run_options import PlanOption, RunsDirOption
 from danlu.report import formatting
 from danlu.report.evaluations import perplexity
@@ -21,7 +22,7 @@ from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A run; its newest checkpoint, or that of STEP.")],
+    run: RunStepArgument,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,7 +44,7 @@ def evaluate(
     from danlu.runs.evaluate import evaluate as evaluate_checkpoint
     from danlu.runs.train import TrainError
 
-    name = run.rpartition("@")[0] or run if run.rpartition("@")[2].isdigit() else run
+    name, _ = parse_run_step(run)
     found = find_run(name, folder)
     if not data and not load_recipe(found.recipe).evaluation.data:
         fail(f"{name}: its recipe has no held-out data\n    → name some: --data SHARDS (`danlu data build` makes them)")

@@ -32,6 +32,8 @@ def event_metrics(event: Event) -> tuple[int, dict[str, float]] | None:
     }
     if event.imbalance is not None:
         metrics["expert imbalance"] = event.imbalance
+    if event.loss_scale is not None:
+        metrics["loss scale"] = event.loss_scale
     if event.counted is not None:
         metrics["tokens counted"] = float(event.counted)
     return event.step, metrics

@@ -51,5 +51,5 @@ def _evaluation_recipe(
     )
     batch = recipe.batch
     if unplanned_world is not None:
-        batch = batch.model_copy(update={"sequences": SEQUENCES_PER_RANK * unplanned_world})
+        batch = batch.model_copy(update={"sequences": SEQUENCES_PER_RANK * unplanned_world, "ramp": ()})
     return recipe.model_copy(update={"evaluation": held_out, "batch": batch})

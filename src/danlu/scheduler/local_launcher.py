@@ -84,8 +84,16 @@ class LocalLauncher:
         with self.links.open_link() as link, self.log_path(rank).open("ab") as log:
             command += ["--single-host-threads", str(threads), "--launcher-link", str(link.fileno())]
             inherited = (link.fileno(), *([self._lock.descriptor] if self._lock else ()))
-            # A new session: signals from the terminal reach the ranks only through `_on_stop_signal`.
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, pass_fds=inherited)
+            # A new session: signals from the terminal reach the ranks only through `_on_stop_signal`. No input: a
+            # library that asks for a password there would wait forever.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=inherited,
+            )
 
     def log_path(self, rank: int) -> Path:
         """The log file of a rank."""
