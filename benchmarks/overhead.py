@@ -39,11 +39,11 @@ from danlu.comm.world import World
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import build_train_state as build_run
 from danlu.framework.checkpoint_manager import CheckpointManager
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
-from danlu.framework.transformer import Decoder
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan, fully_sharded_plan
 from danlu.spec.recipe import BatchConfig, CheckpointConfig, DataConfig, LRSchedule, Recipe

@@ -36,8 +36,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from danlu.comm.mesh import build_mesh
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
-from danlu.framework.moe import Experts, LocalDispatcher, Router
-from danlu.framework.transformer import CoreAttention
+from danlu.framework.decoder.attention import CoreAttention
+from danlu.framework.decoder.moe import Experts, LocalDispatcher, Router
 from danlu.parallel.context import UlyssesAttention
 from danlu.parallel.expert import AllToAllDispatcher
 from danlu.parallel.grad_norm import clip_grads_with_norm, local_squared_norm

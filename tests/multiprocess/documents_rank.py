@@ -20,10 +20,10 @@ from worlds import Worlds
 
 from danlu.comm.mesh import build_mesh
 from danlu.comm.world import World
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.init_weights import init_weights
 from danlu.framework.evaluation import Evaluation
-from danlu.framework.init_weights import init_weights
 from danlu.framework.state import TrainState
-from danlu.framework.transformer import Decoder
 from danlu.spec.event import EvaluationEvent
 from danlu.spec.recipe import EvaluationConfig, EvaluationSource, has_experts
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards

@@ -12,7 +12,7 @@ from layouts import recipe
 from training import train_in_memory
 from worlds import Worlds
 
-from danlu.framework.hf import MODEL_FILE
+from danlu.framework.hf.convert import MODEL_FILE
 from danlu.framework.state import TrainState
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, load_weights, parameter_shapes
 from danlu.spec import toml

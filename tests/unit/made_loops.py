@@ -17,9 +17,9 @@ from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import build_train_state
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.stages import CheckpointStage, FixedData, NoCheckpoints
-from danlu.framework.transformer import Decoder
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.event import StepEvent
 from danlu.spec.model import Model, Moe

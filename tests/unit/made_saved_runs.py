@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from danlu.framework.moe import Router
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.moe import Router
 from danlu.spec import Model, Recipe, RunFolder, toml
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.recipe import BatchConfig, DataConfig

@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 
 from danlu.cli.app import app
 from danlu.comm.world import World
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.init_weights import init_weights
 from danlu.framework.ema import ParameterEma
-from danlu.framework.init_weights import init_weights
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
-from danlu.framework.transformer import Decoder
 from danlu.framework.weights import load_weights
 from danlu.spec import RunFolder
 from danlu.spec.load import load_model

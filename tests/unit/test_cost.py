@@ -10,7 +10,7 @@ from danlu.cost import (
     count_parameters,
     flops_per_token,
 )
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
 from danlu.spec.load import load_model
 from danlu.spec.model import Model, Moe
 

@@ -19,7 +19,8 @@ from danlu.dryrun.dry_run import dry_run_rank
 from danlu.framework.batch_loader import BatchLoader, document_positions
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.documents import check_document_support, verify_documents
-from danlu.framework.transformer import Documents, apply_rope
+from danlu.framework.decoder.attention import Documents
+from danlu.framework.decoder.rope import apply_rope
 from danlu.parallel.batch import IGNORE_INDEX
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.spec.custom_model import CustomModel

@@ -10,13 +10,13 @@ import torch
 from made_hf import make_hf
 from torch import Tensor, nn
 
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.kv_cache import KVCache
+from danlu.framework.decoder.moe import Router
 from danlu.framework.generation import DecoderSession, PrefixSession, TransformersSession, generate, open_session
-from danlu.framework.hf import export_hf, import_hf
-from danlu.framework.hf_compare import load_imported_decoder
-from danlu.framework.kv_cache import KVCache
-from danlu.framework.moe import Router
+from danlu.framework.hf.compare import load_imported_decoder
+from danlu.framework.hf.convert import export_hf, import_hf
 from danlu.framework.sampling import NonFiniteLogitsError, Sampling, choose_token
-from danlu.framework.transformer import Decoder
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX
 from danlu.spec import Model, Moe
 from danlu.storage.checkpoint.safetensors_io import SafetensorsReader

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from danlu.cli.app import app
 from danlu.cli.run_checkpoint import choose_step, parse_run_step
 from danlu.cost import count_parameters
-from danlu.framework.hf import MODEL_FILE, export_hf, import_hf
-from danlu.framework.hf_compare import LOGIT_TOLERANCE, compare_logits, load_decoder, load_imported_decoder
+from danlu.framework.hf.compare import LOGIT_TOLERANCE, compare_logits, load_decoder, load_imported_decoder
+from danlu.framework.hf.convert import MODEL_FILE, export_hf, import_hf
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, load_weights, parameter_shapes
 from danlu.runs.prepare import check_weights
 from danlu.spec import Model, Moe, SpecError

@@ -10,7 +10,7 @@ import torch
 from made_runs import line, make_run, started, step
 from safetensors.torch import save_file
 
-from danlu.framework.hf import import_hf
+from danlu.framework.hf.convert import import_hf
 from danlu.report.event_tail import MAX_PROBLEMS
 from danlu.report.run_history import read_run_history
 from danlu.spec import SpecError

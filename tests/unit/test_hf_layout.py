@@ -12,12 +12,12 @@ from made_saved_runs import LLAMA, random_weights, saved_run
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.generation import generate
-from danlu.framework.hf import export_hf, import_hf
-from danlu.framework.hf_layout import check_layout
-from danlu.framework.hf_tokenizer import ExportTokenizer, bytes_tokenizer_json
+from danlu.framework.hf.convert import export_hf, import_hf
+from danlu.framework.hf.layout import check_layout
+from danlu.framework.hf.tokenizer import ExportTokenizer, bytes_tokenizer_json
 from danlu.framework.sampling import Sampling
-from danlu.framework.transformer import Decoder
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX
 from danlu.spec import Moe
 from danlu.spec.model import Model

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from danlu.framework.init_weights import _global_index, _key, _normal, init_weights
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.init_weights import _global_index, _key, _normal, init_weights
 from danlu.spec.load import load_model
 from danlu.spec.model import Model
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danlu.framework.moe import AuxLossInjector, MoeLayer, Router
-from danlu.framework.transformer import Mlp
+from danlu.framework.decoder.block import Mlp
+from danlu.framework.decoder.moe import AuxLossInjector, MoeLayer, Router
 from danlu.parallel.expert import balanced_send_counts
 from danlu.spec.model import Moe
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.muon import Muon, adjusted_rate, orthogonalize
 from danlu.framework.optimizer import MuonWithAdamW, build_optimizer
 from danlu.framework.state import TrainState
-from danlu.framework.transformer import Decoder
 from danlu.ops.newton_schulz import divide_work, newton_schulz_flops
 from danlu.spec.catalog import catalog_entries
 from danlu.spec.load import load_model

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from danlu.framework.transformer import Block
+from danlu.framework.decoder.block import Block
 from danlu.ops import layer
 from danlu.ops.layer_shard import LayerShard
 from danlu.ops.model_shape import model_shape

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.optimizer import build_optimizer, learning_rate
-from danlu.framework.transformer import Decoder
 from danlu.spec.load import load_model
 from danlu.spec.recipe import LRSchedule, OptimizerConfig
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from danlu.framework.decoder_parallelism import decoder_recompute_regions
-from danlu.framework.init_weights import init_weights
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.init_weights import init_weights
+from danlu.framework.decoder.parallelism import decoder_recompute_regions
 from danlu.memory.recompute import RecomputeRegion, apply_recompute
 from danlu.spec.load import load_model
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 from danlu.cli.app import app
 from danlu.cli.run_checkpoint import open_run_checkpoint
 from danlu.cli.sample_output import SamplePrinter
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.full_model import load_full_model
 from danlu.framework.generation import generate
 from danlu.framework.sampling import Sampling
-from danlu.framework.transformer import Decoder
 from danlu.report.run_page import write_run_page
 from danlu.report.samples import MAX_CHARACTERS, MAX_SHOWN
 from danlu.report.terminal import Console

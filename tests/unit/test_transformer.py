@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from danlu.cost.parameter_count import count_parameters
-from danlu.framework.transformer import Decoder, apply_rope
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.rope import apply_rope
 from danlu.spec.catalog import catalog_entries
 from danlu.spec.load import load_model
 from danlu.spec.model import Model

@@ -13,7 +13,7 @@ from danlu.spec.custom_model import CustomModel
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 
 if TYPE_CHECKING:
-    from danlu.framework.hf_tokenizer import ExportTokenizer
+    from danlu.framework.hf.tokenizer import ExportTokenizer
 
 app = typer.Typer(help="Export runs to formats of other tools.", no_args_is_help=True)
 
@@ -41,10 +41,10 @@ def export_hf(
     """
     import torch
 
-    from danlu.framework import hf
-    from danlu.framework.hf_compare import load_decoder
-    from danlu.framework.hf_config import CONFIG_FILE
-    from danlu.framework.hf_layout import check_layout
+    from danlu.framework.hf import convert
+    from danlu.framework.hf.compare import load_decoder
+    from danlu.framework.hf.config import CONFIG_FILE
+    from danlu.framework.hf.layout import check_layout
     from danlu.framework.weights import parameter_shapes
 
     checkpoint = open_run_checkpoint(run, folder)
@@ -64,19 +64,19 @@ def export_hf(
         return tensor
 
     imported = Path(recipe.weights) if recipe.weights else None
-    if imported is not None and not (missing := imported / hf.HF_CONFIG_DIR / CONFIG_FILE).is_file():
+    if imported is not None and not (missing := imported / convert.HF_CONFIG_DIR / CONFIG_FILE).is_file():
         typer.echo(f"tokenizer and other settings are not copied, because there is no {missing}", err=True)
         imported = None
     tokenizer = _tokenizer(recipe, imported)
     with weights_progress() as on_progress:
-        family = hf.export_hf(model, read, output, imported, dtype, on_progress, tokenizer)
+        family = convert.export_hf(model, read, output, imported, dtype, on_progress, tokenizer)
     figures = {
         "folder": str(output),
         "architecture": family.architecture,
         "run": checkpoint.run.name,
         "step": checkpoint.step,
     }
-    stored = hf.EXPORT_DTYPES[dtype][1]
+    stored = convert.EXPORT_DTYPES[dtype][1]
     raise typer.Exit(
         compare_and_report(
             figures,
@@ -93,7 +93,7 @@ def export_hf(
 
 def _tokenizer(recipe: Recipe, imported: Path | None) -> "ExportTokenizer | None":
     """The tokenizer that the run was trained with; None, with the reason, if it is no longer there."""
-    from danlu.framework.hf_tokenizer import TOKENIZER_FILE, ExportTokenizer
+    from danlu.framework.hf.tokenizer import TOKENIZER_FILE, ExportTokenizer
     from danlu.runs.dataset import open_run_tokenizer
 
     try:

@@ -17,8 +17,8 @@ from danlu.report.terminal import Console
 from danlu.spec.model import Model
 
 if TYPE_CHECKING:
-    from danlu.framework.hf_layout import LayoutCheck
-    from danlu.framework.transformer import Decoder
+    from danlu.framework.decoder.decoder import Decoder
+    from danlu.framework.hf.layout import LayoutCheck
 
 Tolerance = Annotated[
     float | None, typer.Option(min=0.0, help="Largest accepted difference of logits in fp32; default: 1e-4.")
@@ -53,7 +53,7 @@ def compare_and_report(
 
     `layout` is what loaders need of the folder: it is printed too, and what is wrong there fails as well.
     """
-    from danlu.framework.hf_compare import LOGIT_TOLERANCE
+    from danlu.framework.hf.compare import LOGIT_TOLERANCE
 
     tolerance = LOGIT_TOLERANCE if tolerance is None else tolerance
     figures |= {"model": model.name, "parameters": count_parameters(model), "tolerance": tolerance}
@@ -78,7 +78,7 @@ def compare_and_report(
 
 
 def _comparison(model: Model, hf: Path, make: "Callable[[], Decoder]") -> dict[str, Any]:
-    from danlu.framework.hf_compare import compare_logits
+    from danlu.framework.hf.compare import compare_logits
 
     try:
         import transformers

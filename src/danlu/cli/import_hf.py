@@ -29,11 +29,11 @@ def import_hf(
     A recipe starts from it with `weights = "OUT"`. Ends by comparing logits with transformers; exit code 1 if they
     differ by more than the tolerance.
     """
-    from danlu.framework import hf
-    from danlu.framework.hf_compare import load_imported_decoder
+    from danlu.framework.hf import convert
+    from danlu.framework.hf.compare import load_imported_decoder
 
     with weights_progress() as on_progress:
-        imported = hf.import_hf(folder, output, on_progress)
+        imported = convert.import_hf(folder, output, on_progress)
     for key in imported.ignored_keys:
         typer.echo(f"ignored, because Danlu does not know it: {key}", err=True)
     model = imported.model

@@ -21,9 +21,9 @@ from danlu.dryrun.schedule_actions import schedule_actions
 from danlu.dryrun.step_record import StepRecord, build_trace, freeze_record
 from danlu.dryrun.step_recorder import StepRecorder
 from danlu.framework.build import ForwardBackward, build_train_state
+from danlu.framework.decoder.moe import LocalDispatcher
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loop import TrainStages, take_step
-from danlu.framework.moe import LocalDispatcher
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics

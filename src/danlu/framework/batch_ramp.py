@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
+from danlu.framework.decoder.moe import Router
 from danlu.framework.layer_seeds import LayerSeeds
-from danlu.framework.moe import Router
 from danlu.parallel.batch import Batch
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import BatchConfig

@@ -12,7 +12,7 @@ from danlu.compiler.blocks import apply_compile
 from danlu.framework import precision
 from danlu.framework.batch_ramp import RampedPasses
 from danlu.framework.custom.adapter import CustomModelAdapter
-from danlu.framework.decoder_adapter import DecoderAdapter
+from danlu.framework.decoder.adapter import DecoderAdapter
 from danlu.framework.ema import ParameterEma
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loss_scale import LossScaler, build_loss_scaler

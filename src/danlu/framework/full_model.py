@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from danlu.framework.custom.adapter import materialize
 from danlu.framework.custom.construct import build_meta_module
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.model import Model
 from danlu.storage.checkpoint.safetensors_io import OnProgress

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from danlu.framework.custom.forward_trace import get_logits
+from danlu.framework.decoder.block import Block
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.layer_seeds import hash_seed
 from danlu.framework.sampling import Sampling, choose_token
-from danlu.framework.transformer import Block, Decoder
 
 
 class DecodingSession(Protocol):

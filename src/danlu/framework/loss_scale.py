@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from danlu.framework.moe import Router
+from danlu.framework.decoder.moe import Router
 from danlu.framework.step_metrics import StepMetrics
 from danlu.spec.recipe import LossScaleConfig, PrecisionConfig
 from danlu.torch_compat import foreach_mul_

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from danlu.comm.rank_benchmark import BenchmarkCase
 from danlu.comm.world import World
-from danlu.framework.decoder_parallelism import decoder_tp_plan
-from danlu.framework.moe import MoeLayer
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.moe import MoeLayer
+from danlu.framework.decoder.parallelism import decoder_tp_plan
+from danlu.framework.decoder.rope import apply_rope
 from danlu.framework.optimizer import build_optimizer
-from danlu.framework.transformer import Decoder, apply_rope
 from danlu.parallel.grad_norm import clip_grads_with_norm, local_squared_norm
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.tensor import apply_tp

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from danlu.framework.moe import Experts
+from danlu.framework.decoder.moe import Experts
 from danlu.framework.muon import Muon
 from danlu.framework.precision import DTYPES
 from danlu.spec.parameters import ParameterSettings, parameter_settings

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from danlu.comm.mesh import ParallelMesh
-from danlu.framework.moe import Router
+from danlu.framework.decoder.moe import Router
 from danlu.parallel.batch import Batch
 from danlu.parallel.grad_norm import local_squared_norm
 

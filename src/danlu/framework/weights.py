@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from danlu.framework.custom.construct import build_meta_module
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
 from danlu.parallel.fsdp import local_shard
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.model import Model

@@ -166,7 +166,7 @@ def check_weights(recipe: ParsedSpec[Recipe]) -> None:
     """Check the initial weights of a run, if there are any, against its model."""
     if not recipe.value.weights:
         return
-    from danlu.framework.hf import MODEL_FILE
+    from danlu.framework.hf.convert import MODEL_FILE
     from danlu.framework.weights import check_checkpoint_weights, newest_checkpoint, open_weights
 
     folder, model = Path(recipe.value.weights), recipe.value.model
@@ -180,7 +180,7 @@ def check_weights(recipe: ParsedSpec[Recipe]) -> None:
 
 
 def _check_against_model_file(recipe: ParsedSpec[Recipe], model: Model, folder: Path) -> None:
-    from danlu.framework.hf import MODEL_FILE, differing_fields
+    from danlu.framework.hf.convert import MODEL_FILE, differing_fields
 
     file = folder / MODEL_FILE
     imported = load_model(str(file))

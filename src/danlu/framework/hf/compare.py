@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.full_model import empty_decoder
-from danlu.framework.transformer import Decoder
 from danlu.framework.weights import load_weights
 from danlu.spec.model import Model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from danlu.framework.hf_families import COMMON_DEFAULTS, FAMILIES, IGNORED_KEYS, REQUIRED_KEYS, ModelFamily
+from danlu.framework.hf.families import COMMON_DEFAULTS, FAMILIES, IGNORED_KEYS, REQUIRED_KEYS, ModelFamily
 from danlu.spec.files import MAX_JSON_BYTES, parse_json, read_text
 from danlu.spec.model import Model
 from danlu.spec.names import MAX_LABEL_LENGTH

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from danlu.framework.hf import HF_FILE_PREFIX, HFWeights, open_hf
-from danlu.framework.hf_config import CONFIG_FILE, HFConfig
-from danlu.framework.hf_tokenizer import GENERATION_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from danlu.framework.hf.config import CONFIG_FILE, HFConfig
+from danlu.framework.hf.convert import HF_FILE_PREFIX, HFWeights, open_hf
+from danlu.framework.hf.tokenizer import GENERATION_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from danlu.spec.files import read_json
 from danlu.spec.problem import SpecError
 from danlu.storage.data.tokenizer import MAX_TOKENIZER_BYTES

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.framework.hf_config import (
+from danlu.framework.hf.config import (
     CONFIG_FILE,
     HFConfig,
     config_from_model,
@@ -23,8 +23,8 @@ from danlu.framework.hf_config import (
     read_config,
     unknown_keys,
 )
-from danlu.framework.hf_families import ModelFamily, TensorNamePair, find_family, unsupported_trait
-from danlu.framework.hf_tokenizer import GENERATION_FILE, ExportTokenizer
+from danlu.framework.hf.families import ModelFamily, TensorNamePair, find_family, unsupported_trait
+from danlu.framework.hf.tokenizer import GENERATION_FILE, ExportTokenizer
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, parameter_shapes
 from danlu.spec import toml
 from danlu.spec.model import Model

@@ -5,8 +5,8 @@ from collections.abc import Container, Iterator, Sequence
 from torch import nn
 
 from danlu.comm.mesh import ParallelMesh
-from danlu.framework.moe import MoeLayer
-from danlu.framework.transformer import Decoder
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.moe import MoeLayer
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
 from danlu.parallel.tensor import TPStyle

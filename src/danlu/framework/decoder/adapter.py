@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework import precision
-from danlu.framework.decoder_parallelism import (
+from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.init_weights import init_weights
+from danlu.framework.decoder.parallelism import (
     decoder_fsdp_units,
     decoder_recompute_regions,
     decoder_tp_plan,
     moe_layers,
 )
-from danlu.framework.init_weights import init_weights
 from danlu.framework.layer_seeds import LayerSeeds
-from danlu.framework.transformer import Decoder
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.context import apply_cp
 from danlu.parallel.expert import apply_ep

@@ -1,0 +1,93 @@
+"""The decoder transformer, written for one device. Parallelism is data beside it, in `parallelism.py`.
+
+Shapes: B sequences, S tokens of each, D width of the hidden states.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from danlu.framework.decoder.attention import Documents
+from danlu.framework.decoder.block import Block, build_norm
+from danlu.spec.model import Model
+
+
+class Embed(nn.Module):
+    """Tokens to vectors."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.token = nn.Embedding(model.vocabulary, model.width)
+        self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
+        self.cp_rank = 0
+        """Index of this rank's shard of the sequence."""
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Look up every token, and its position if positions are learned; `positions` are those of full sequences."""
+        x_BSD = self.token(tokens_BS)
+        if self.position is None:
+            return x_BSD
+        length = tokens_BS.shape[1]
+        first, last = self.cp_rank * length, (self.cp_rank + 1) * length
+        if positions is None:
+            return x_BSD + self.position(torch.arange(first, last, device=tokens_BS.device)[None])
+        return x_BSD + self.position(positions[:, first:last])
+
+    def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
+        """As `forward` at the positions from `first` on."""
+        x_BSD = self.token(tokens_BS)
+        if self.position is None:
+            return x_BSD
+        positions_1S = torch.arange(first, first + tokens_BS.shape[1], device=tokens_BS.device)[None]
+        return x_BSD + self.position(positions_1S)
+
+
+class Head(nn.Module):
+    """The final norm and the output projection."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = build_norm(model)
+        self.score = nn.Linear(model.width, model.vocabulary, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Logits over the vocabulary at every position."""
+        return self.score(self.norm(x_BSD))
+
+
+class Decoder(nn.Module):
+    """A decoder, or the consecutive layers thereof of one pipeline stage.
+
+    Parameters have their global names (`blocks.7.…`) whatever the stage, so that checkpoints do
+    not depend on the layout.
+    """
+
+    def __init__(
+        self, model: Model, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
+    ) -> None:
+        super().__init__()
+        self.embed = Embed(model) if first else None
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(model, layer) for layer in (range(model.layers) if layers is None else layers)}
+        )
+        self.head = Head(model) if last else None
+        self.tied = model.tied
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Tie the head to the embedding, if the model is tied; call it again after parameters were replaced."""
+        if self.tied and self.embed is not None and self.head is not None:
+            self.head.score.weight = self.embed.token.weight
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens (or hidden states of the previous stage) to logits (or hidden states for the next stage).
+
+        With `positions`, of every token of the full sequences in its document, documents do not see each other.
+        """
+        if self.embed is not None:
+            x = self.embed(x, positions)
+        documents = None if positions is None else Documents.from_positions(positions, x.dtype)
+        for block in self.blocks.values():
+            x = block(x, documents)
+        return x if self.head is None else self.head(x)
