@@ -61,7 +61,7 @@ def model_shape(model: Model, latent: MLAConfig | None = None) -> ModelShape:
         head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else model.head_dim,
         v_head_dim=latent.v_head_dim if latent else model.head_dim,
         mlp_dim=model.mlp_dim,
-        gated=model.activation == "swiglu",
+        gated=model.gated,
         vocabulary=model.vocabulary,
         tied=model.tied,
         positions=model.sequence if model.position == "learned" else 0,

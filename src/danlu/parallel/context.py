@@ -25,12 +25,15 @@ class UlyssesAttention(nn.Module):
         self.core = core
         self.group = group
 
-    def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None) -> Tensor:
+    def forward(
+        self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """Attend over the sequence of all ranks; the result has the shape of `q_BSHW`.
 
-        `documents` describes full sequences on every rank, as the core takes it.
+        `documents` describes full sequences on every rank, as the core takes it; `sinks_H` has a value per head.
         """
         ranks = self.group.size()
+        own = () if sinks_H is None else (sinks_H.unflatten(0, (ranks, -1))[self.group.rank()],)
         heads, kv_heads = q_BSHW.shape[2], k_BSKW.shape[2]
         if kv_heads % ranks:
             # Fewer key-value heads than ranks: repeat them up to one per rank.
@@ -42,7 +45,7 @@ class UlyssesAttention(nn.Module):
         qkv = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q_BSHW, k_BSKW, v_BSKW)], dim=3)
         full = self._exchange(qkv.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
         sizes = [heads // ranks, k_BSKW.shape[2] // ranks, v_BSKW.shape[2] // ranks]
-        attended = self.core(*full.split(sizes, dim=2), documents)
+        attended = self.core(*full.split(sizes, dim=2), documents, *own)
         back = self._exchange(attended.unflatten(1, (ranks, -1)).movedim(1, 0))
         return back.movedim(0, 2).flatten(2, 3)
 

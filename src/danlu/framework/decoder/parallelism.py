@@ -28,6 +28,10 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
         placements |= {f"{name}.attention.{projection}": "column" for projection in "qkv"}
         norms = [norm for norm in ("q_norm", "k_norm") if getattr(block.attention, norm) is not None]
         placements |= {f"{name}.attention.{norm}": "heads" for norm in norms}
+        post = [norm for norm in ("attention_post_norm", "mlp_post_norm") if getattr(block, norm) is not None]
+        placements |= {f"{name}.{norm}": "sequence" for norm in post}
+        if "sinks" in dict(block.get_submodule("attention").named_children()):
+            placements[f"{name}.attention.sinks"] = "per head"
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoeLayer):
             placements[f"{name}.mlp.router.gate"] = "sequence"

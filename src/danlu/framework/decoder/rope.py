@@ -15,6 +15,8 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None, devi
     plain = 1.0 / theta ** (pairs / width)
     if scaling is None:
         return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
     turns = plain * (scaling.original / math.tau)  # within the original context length
     keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return plain * keep + plain / scaling.factor * (1 - keep)
