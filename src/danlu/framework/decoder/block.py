@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from danlu.framework.decoder.attention import Attention, Documents
 from danlu.framework.decoder.kv_cache import KVCache
+from danlu.framework.decoder.latent_attention import LatentAttention
 from danlu.framework.decoder.moe import MoeLayer
 from danlu.spec.model import Model
 
@@ -41,7 +42,7 @@ class Block(nn.Module):
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         self.attention_norm = build_norm(model)
-        self.attention = Attention(model)
+        self.attention = LatentAttention(model) if model.mla else Attention(model)
         self.mlp_norm = build_norm(model)
         self.mlp: nn.Module
         if model.is_moe_layer(layer):
