@@ -13,6 +13,7 @@ from danlu.planner import search
 from danlu.planner.explain import PART_LABELS, level_costs
 from danlu.report.dryrun_page import dryrun_page
 from danlu.report.plan_page import plan_page
+from danlu.report.run_comparison import MAX_RUNS
 from danlu.report.run_history import read_run_history
 from danlu.report.run_page import write_run_page
 
@@ -20,7 +21,9 @@ Color = tuple[int, int, int]
 
 
 def _style() -> str:
-    return "".join(files("danlu.report").joinpath(name).read_text() for name in ("page.css", "dryrun.css"))
+    return "".join(
+        files("danlu.report").joinpath(name).read_text() for name in ("page.css", "dryrun.css", "comparison.css")
+    )
 
 
 def _color(classes: str, theme: str) -> Color:
@@ -55,6 +58,13 @@ def _charts(page: str) -> list[dict[str, str]]:
 def test_every_part_of_a_step_has_a_color_of_its_own(theme: str) -> None:
     colors = {name: _color(f"s-{name}", theme) for name in PART_LABELS}
     for one, other in combinations(colors, 2):
+        assert _apart(colors[one], colors[other]) >= 48, (one, other)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_compared_run_has_a_color_of_its_own(theme: str) -> None:
+    colors = [_color(f"run{n}", theme) for n in range(MAX_RUNS)]
+    for one, other in combinations(range(MAX_RUNS), 2):
         assert _apart(colors[one], colors[other]) >= 48, (one, other)
 
 

@@ -10,6 +10,7 @@ from danlu.cli import ckpt, data, export_hf, import_hf
 from danlu.cli.catalog import catalog
 from danlu.cli.check import check
 from danlu.cli.chips import chips
+from danlu.cli.compare import compare
 from danlu.cli.dryrun import dryrun
 from danlu.cli.evaluate import evaluate
 from danlu.cli.launch import launch
@@ -75,6 +76,7 @@ app.command()(launch)
 app.command()(stop)
 app.command()(runs)
 app.command()(show)
+app.command()(compare)
 app.command()(evaluate)
 app.command()(sample)
 app.command()(profile)

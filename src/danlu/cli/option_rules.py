@@ -83,6 +83,10 @@ OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {
     ),
     "launch": (NoEffectWith("--dry-run", ("--wait",), "nothing is submitted, so there is nothing to wait for"),),
     "show": (NoEffectWith("--json", ("--open",), "with JSON no page is opened"),),
+    "compare": (
+        Requires(("--open",), "--html", "it opens the page that is written there"),
+        NoEffectWith("--json", ("--by",), "JSON has no chart"),
+    ),
     "probe": (
         Requires(
             ("--rdzv-endpoint", "--levels"), "--rank", "they are for ranks that are started separately on every host"

@@ -122,11 +122,14 @@ def downsample(points: Sequence[Point], columns: int) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """A centered mean, applied twice so that a spike becomes a hill and not a box; it does not lag behind the curve."""
+def smooth(points: Sequence[Point], window: int | None = None) -> list[Point]:
+    """A centered mean, applied twice so that a spike becomes a hill and not a box; it does not lag behind the curve.
+
+    It is over `window` points, by default over as many as fit the curve's length.
+    """
     values = [value for _, value in points]
     for _ in range(2):
-        values = _centered_mean(values, smoothing_window(len(points)) // 2)
+        values = _centered_mean(values, (window or smoothing_window(len(points))) // 2)
     return [(step, value) for (step, _), value in zip(points, values, strict=True)]
 
 
@@ -166,7 +169,7 @@ def value_scale(curve: ChartSeries, height: float) -> Scale:
     return Scale(low if low == curve.axis_min else low - margin, high + margin, height)
 
 
-def _rows(curve: ChartSeries, up: Scale) -> list[float]:
+def value_ticks(curve: ChartSeries, up: Scale) -> list[float]:
     """Values of the axis ticks."""
     if up.log:
         return log_ticks(up.low, up.high)
@@ -184,8 +187,8 @@ def render_chart(curve: ChartSeries, marks: ChartMarkers, steps: tuple[int, int]
     def to_pixels(point: Point) -> Point:
         return across(point[0]), height - up(point[1])
 
-    rows = _rows(curve, up)
-    pieces = [_thin_piece(piece, across, columns) for piece in _finite_segments(curve.points)]
+    rows = value_ticks(curve, up)
+    pieces = [thin_piece(piece, across, columns) for piece in finite_segments(curve.points)]
     drawing = [
         *(horizontal_line("grid", height - up(row)) for row in rows),
         *_event_markers(marks, across, steps, height),
@@ -198,13 +201,13 @@ def render_chart(curve: ChartSeries, marks: ChartMarkers, steps: tuple[int, int]
         f'<div class="plot" style="--height:{height}px">'
         f'<svg viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(_aria_label(curve))}">{"".join(drawing)}</svg>'
-        f"{_row_labels(curve, rows, up, height)}{_step_labels(across)}{_reference_label(curve, up, height)}"
+        f"{value_labels(curve, rows, up, height)}{_step_labels(across)}{_reference_label(curve, up, height)}"
         f'<i class="cross"></i><i class="dot"></i><output class="tip"></output></div>'
         f'<script type="application/json" class="points">{_tooltip_data(curve, pieces)}</script></figure>'
     )
 
 
-def _finite_segments(points: Iterable[Point]) -> list[list[Point]]:
+def finite_segments(points: Iterable[Point]) -> list[list[Point]]:
     """Pieces of the curve between non-finite values."""
     pieces: list[list[Point]] = [[]]
     for point in points:
@@ -215,13 +218,14 @@ def _finite_segments(points: Iterable[Point]) -> list[list[Point]]:
     return [piece for piece in pieces if piece]
 
 
-def _thin_piece(piece: Sequence[Point], across: Scale, columns: int) -> list[Point]:
+def thin_piece(piece: Sequence[Point], across: Scale, columns: int) -> list[Point]:
     """Downsampled to its share of the columns, so that many gaps do not make a large page."""
     share = (across(piece[-1][0]) - across(piece[0][0])) / WIDTH
     return downsample(piece, max(1, ceil(columns * share)))
 
 
-def _path(points: Sequence[Point], to_pixels: Callable[[Point], Point]) -> str:
+def svg_path(points: Sequence[Point], to_pixels: Callable[[Point], Point]) -> str:
+    """A line through points, as the data of an SVG path."""
     pixels = map(to_pixels, points)
     return "".join(f"{'M' if index == 0 else 'L'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(pixels))
 
@@ -232,10 +236,10 @@ def _lines(
     """The curve itself, thin under a smoothed one; dots if there are few points."""
     finite = [point for point in curve.points if isfinite(point[1])]
     is_smoothed = curve.smooth and smoothing_window(len(finite)) > 1
-    raw = "".join(_path(piece, to_pixels) for piece in pieces)
+    raw = "".join(svg_path(piece, to_pixels) for piece in pieces)
     lines = [f'<path class="{"raw" if is_smoothed else "line"}" d="{raw}"/>']
     if is_smoothed:
-        lines.append(f'<path class="line" d="{_path(downsample(smooth(finite), columns // 2), to_pixels)}"/>')
+        lines.append(f'<path class="line" d="{svg_path(downsample(smooth(finite), columns // 2), to_pixels)}"/>')
     if len(finite) <= MAX_DOTS:
         lines += [_dot(curve, point, to_pixels) for point in finite]
     return lines
@@ -283,7 +287,8 @@ def _reference_label(curve: ChartSeries, up: Scale, height: int) -> str:
     return f'<span class="reference" style="bottom:{bottom:.2%}">{escape(name)} {value:.2f}</span>'
 
 
-def _row_labels(curve: ChartSeries, rows: Sequence[float], up: Scale, height: int) -> str:
+def value_labels(curve: ChartSeries, rows: Sequence[float], up: Scale, height: int) -> str:
+    """The ticks' values beside the drawing."""
     text = curve.format_tick or curve.format_value
     return "".join(
         f'<span class="row" style="bottom:{up(row) / height:.2%}">{escape(text(row))}</span>' for row in rows

@@ -37,6 +37,8 @@ class StartStats:
     """Its steps that count."""
     tokens_per_second: float | None
     """Of the median step."""
+    step_seconds: float | None
+    """Of the median step."""
     mfu: float | None
     memory: int | None
     """Largest of any rank."""
@@ -256,6 +258,7 @@ class RunHistory:
         return StartStats(
             steps=len(steps),
             tokens_per_second=median(speeds) if speeds else None,
+            step_seconds=median(report.seconds for report in reports) if reports else None,
             mfu=median(shares) if shares else None,
             memory=max((report.memory for report in reports), default=None),
         )
@@ -276,6 +279,22 @@ class RunHistory:
     def running_seconds(self) -> float:
         """Running time: from every start to its last event, without the time between two starts."""
         return sum(end - start for start, end in self._spans)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the running time that steps took whose updates are in the weights; None before the first."""
+        seconds = sum(report.seconds for report in self._reports.values() if report.committed)
+        return seconds / self.running_seconds if self._reports and self.running_seconds > 0 else None
+
+    @property
+    def elapsed_seconds(self) -> list[float]:
+        """The running time at the end of each of `steps`, without the time between two starts."""
+        before, offsets = 0.0, dict[int, float]()
+        for start, (first, last) in zip(self.starts, self._spans, strict=True):
+            offsets[id(start)] = before - first
+            before += last - first
+        origin = -self.steps[0].time if self._order else 0.0  # of steps whose start is not recorded
+        return [offsets.get(id(self._started.get(report.step)), origin) + report.time for report in self.steps]
 
 
 def read_run_history(run: RunFolder) -> RunHistory:

@@ -130,9 +130,9 @@ def find_run(name: str, folder: Path) -> RunFolder:
     raise SpecError([problem_at(folder, 1, "run", f'"{name}" is not a run', hint)])
 
 
-def summarize_run(run: RunFolder) -> RunSummary:
-    """Read one run."""
-    history = read_run_history(run)
+def summarize_run(run: RunFolder, history: RunHistory | None = None) -> RunSummary:
+    """Read one run; its events are not read again if their history is given."""
+    history = history or read_run_history(run)
     start, evaluations = history.start, history.evaluations
     recipe, errors = _recipe(run)
     unreadable = [f"{len(history.problems)} unreadable lines in {run.events.name}"] if history.problems else []

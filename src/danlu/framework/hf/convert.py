@@ -17,13 +17,14 @@ from torch import Tensor
 
 from danlu.framework.hf.config import (
     CONFIG_FILE,
-    HFConfig,
     config_from_model,
     model_from_config,
     read_config,
     unknown_keys,
 )
-from danlu.framework.hf.families import ModelFamily, TensorNamePair, find_family, unsupported_trait
+from danlu.framework.hf.families import ModelFamily, find_family, unsupported_trait
+from danlu.framework.hf.families.hf_config import HFConfig
+from danlu.framework.hf.families.tensor_names import TensorNamePair
 from danlu.framework.hf.tokenizer import GENERATION_FILE, ExportTokenizer
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, parameter_shapes
 from danlu.spec import toml
@@ -71,6 +72,10 @@ class _TensorMapping:
     def hf(self, expert: int = 0) -> str:
         return self.name.hf.format(layer=self.layer, expert=expert)
 
+    @property
+    def stack(self) -> str:
+        return self.name.stack.format(layer=self.layer)
+
 
 def import_hf(
     folder: Path, output: Path, on_progress: OnProgress = lambda done, total: None, shard_bytes: int = SHARD_BYTES
@@ -85,16 +90,16 @@ def import_hf(
                 shutil.copy2(folder / name, partial_output / HF_CONFIG_DIR / name)
         _copy_tokenizer_files(folder, partial_output)
         (partial_output / MODEL_FILE).write_text(toml.dumps(model), "utf-8")
-    return ImportResult(model, config.family, unknown_keys(config))
+    return ImportResult(model, source.family, unknown_keys(config, source.family))
 
 
 def open_hf(folder: Path) -> tuple[HFConfig, Model, "HFWeights"]:
     """A Hugging Face folder whose configuration Danlu supports, and whose tensors are those of the configuration."""
-    config = read_config(folder / CONFIG_FILE)
-    model = model_from_config(config, folder.resolve().name)
+    config, family = read_config(folder / CONFIG_FILE)
+    model = model_from_config(config, family, folder.resolve().name)
     weights = SafetensorsReader(folder, HF_FILE_PREFIX)
-    _check_layers(config, model, weights)
-    source = HFWeights(weights, model, config.family)
+    _check_layers(config, family, model, weights)
+    source = HFWeights(weights, model, family)
     source.check()
     return config, model, source
 
@@ -115,7 +120,7 @@ def export_hf(
     """
     family = find_family(model)
     if family is None:
-        message = f"has {unsupported_trait(model)}, which Llama, Mistral, Qwen2, Qwen3 and Mixtral do not support"
+        message = f"has {unsupported_trait(model)}"
         raise SpecError([problem_at(output, 1, f"model {model.name}", message, "this model cannot be exported")])
     word, stored = EXPORT_DTYPES[dtype]
     with _atomic_output_dir(output) as partial_output:
@@ -139,17 +144,16 @@ def export_hf(
     return family
 
 
-def _check_layers(config: HFConfig, model: Model, weights: SafetensorsReader) -> None:
+def _check_layers(config: HFConfig, family: ModelFamily, model: Model, weights: SafetensorsReader) -> None:
     """Compare the number of layers with the number of tensors, before as many layers are made."""
     if len(weights.names) < model.layers:
         message = f"is {model.layers}, but there are only {len(weights.names)} tensors"
         hint = "use configuration and weights of one model"
         raise SpecError([config.problem("num_hidden_layers", message, hint)])
     experts = model.moe.experts if model.moe else 0
-    fused = any(name.endswith(".experts.gate_up_proj") for name in weights.names)
-    if experts and not fused and len(weights.names) < experts:
+    if experts and not _has_stacks(weights) and len(weights.names) < experts:
         message = f"is {experts}, but there are only {len(weights.names)} tensors"
-        raise SpecError([config.problem("num_local_experts", message, "use configuration and weights of one model")])
+        raise SpecError([config.problem(family.experts_key, message, "use configuration and weights of one model")])
 
 
 def _tensor_mappings(model: Model, family: ModelFamily) -> dict[str, _TensorMapping]:
@@ -173,7 +177,7 @@ def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: 
         yield tensor if expert is None else tensor[expert].T
 
     for name, mapping in _tensor_mappings(model, family).items():
-        if not mapping.name.stacked:
+        if not mapping.name.per_expert:
             yield WeightEntry(mapping.hf(), shapes[name], dtype, partial(one, name, None))
             continue
         experts, inputs, outputs = shapes[name]
@@ -187,9 +191,10 @@ class HFWeights:
     def __init__(self, weights: SafetensorsReader, model: Model, family: ModelFamily) -> None:
         self.weights = weights
         self.model = model
+        self.family = family
         self.shapes = parameter_shapes(model)
         self.mappings = _tensor_mappings(model, family)
-        self.fused = any(name.endswith(".experts.gate_up_proj") for name in weights.names)
+        self.stacked = _has_stacks(weights)
 
     def check(self) -> None:
         """Compare names and shapes with the configuration."""
@@ -209,26 +214,19 @@ class HFWeights:
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
         """The tensors that make up a parameter, with their shapes."""
         mapping, shape = self.mappings[name], tuple(self.shapes[name])
-        if not self.model.moe or "block_sparse_moe" not in mapping.name.hf:
-            return {mapping.hf(): shape}
-        if not mapping.name.stacked:
-            return {self._newer(mapping.hf()): shape}
+        stack = mapping.stack if self.stacked else ""
+        if not mapping.name.per_expert:
+            return {stack or mapping.hf(): shape}
         experts, inputs, outputs = shape
-        if not self.fused:
+        if not stack:
             return {mapping.hf(expert): (outputs, inputs) for expert in range(experts)}
-        if name.endswith(".down"):
-            return {_stack(mapping, "down_proj"): (experts, outputs, inputs)}
-        return {_stack(mapping, "gate_up_proj"): (experts, 2 * outputs, inputs)}
-
-    def _newer(self, name: str) -> str:
-        """Where experts are stacked, the router has its newer name too."""
-        return name.replace(".block_sparse_moe.", ".mlp.") if self.fused else name
+        return {stack: (experts, outputs if name.endswith(".down") else 2 * outputs, inputs)}
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
         sources = self._expected(name)
-        if not self.mappings[name].name.stacked:
+        if not self.mappings[name].name.per_expert:
             yield self.weights.read(next(iter(sources)))
-        elif not self.fused:
+        elif not self.stacked:
             for source in sources:
                 yield self.weights.read(source).T
         else:
@@ -240,8 +238,8 @@ class HFWeights:
                 yield self.weights.read(source, (expert, first, 0), (1, height, columns))[0].T
 
     def _is_redundant(self, name: str) -> bool:
-        """Tensors that need not be imported: old tables of rotary positions, and a head tied to the embedding."""
-        return name.endswith(".rotary_emb.inv_freq") or (self.model.tied and name == "lm_head.weight")
+        """Tensors that need not be imported: the family's, and a head tied to the embedding."""
+        return self.family.is_redundant(name, self.model) or (self.model.tied and name == "lm_head.weight")
 
     def _check_tied_head(self) -> None:
         if not self.model.tied or "lm_head.weight" not in self.weights.names:
@@ -252,8 +250,9 @@ class HFWeights:
             raise SpecError([problem_at(self.weights.folder, 1, "lm_head.weight", message, hint)])
 
 
-def _stack(mapping: _TensorMapping, matrix: str) -> str:
-    return f"model.layers.{mapping.layer}.mlp.experts.{matrix}"
+def _has_stacks(weights: SafetensorsReader) -> bool:
+    """Whether experts are stacked: gate above up in one tensor, down in another."""
+    return any(name.endswith(".experts.gate_up_proj") for name in weights.names)
 
 
 def differing_fields(recipe: Model, imported: Model) -> list[str]:

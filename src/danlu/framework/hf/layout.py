@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from danlu.framework.hf.config import CONFIG_FILE, HFConfig
+from danlu.framework.hf.config import CONFIG_FILE
 from danlu.framework.hf.convert import HF_FILE_PREFIX, HFWeights, open_hf
+from danlu.framework.hf.families.hf_config import HFConfig
 from danlu.framework.hf.tokenizer import GENERATION_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from danlu.spec.files import read_json
 from danlu.spec.problem import SpecError
@@ -42,7 +43,7 @@ def check_layout(folder: Path) -> list[LayoutCheck]:
 
 
 def _config_checks(config: HFConfig, weights: HFWeights) -> Iterator[LayoutCheck]:
-    values, family = config.values, config.family
+    values, family = config.values, weights.family
     named = values.get("architectures")
     right = named == [family.architecture]
     yield LayoutCheck(

@@ -1,0 +1,88 @@
+"""What a Hugging Face family says of itself: tensors, keys of `config.json`, and which models it has."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from danlu.framework.hf.families.hf_config import HFConfig
+from danlu.framework.hf.families.keys import COMMON_DEFAULTS, COMMON_KINDS, ONLY_VALUES, REQUIRED_KEYS, KeyKind
+from danlu.framework.hf.families.rope import rope_fields, rope_values
+from danlu.framework.hf.families.tensor_names import ATTENTION, DENSE, ENDS, TensorNamePair
+from danlu.framework.hf.families.traits import model_traits
+from danlu.spec.model import Model
+
+
+class ModelFamily:
+    """One `model_type` as most families are; a family of its own kind overrides what is different."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    title: ClassVar[str]
+    """Its name in a sentence."""
+    names: ClassVar[tuple[TensorNamePair, ...]] = (*ENDS, *ATTENTION, *DENSE)
+    """May have more tensors than a model has parameters, but all that it can have."""
+    required_keys: ClassVar[Mapping[str, str]] = REQUIRED_KEYS
+    defaults: ClassVar[Mapping[str, Any]] = COMMON_DEFAULTS
+    kinds: ClassVar[Mapping[str, KeyKind]] = COMMON_KINDS
+    only_values: ClassVar[Mapping[str, Any]] = ONLY_VALUES
+    experts_key: ClassVar[str] = ""
+    """The key for the number of experts, if it has any."""
+    traits: ClassVar[Collection[str]] = ()
+    """Names of `model_traits` that all its models have."""
+    optional_traits: ClassVar[Collection[str]] = ()
+    """Those that some of its models have."""
+
+    def model_fields(self, config: HFConfig) -> dict[str, Any]:
+        """The fields of a `Model` that a configuration describes; what is not supported is added to its problems."""
+        refuse_windows(config)
+        fields = {field: config.get(key) for key, field in self.required_keys.items()}
+        fields |= self.bias_fields(config) | rope_fields(config)
+        fields |= {"kv_heads": config.get("num_key_value_heads") or fields["heads"]}
+        width = config.get("head_dim")
+        if not width and isinstance(fields["width"], int) and isinstance(fields["heads"], int):
+            width = max(1, fields["width"] // max(1, fields["heads"]))
+        return fields | {"head_width": width, "tied": config.get("tie_word_embeddings")}
+
+    def bias_fields(self, config: HFConfig) -> dict[str, Any]:
+        """The fields about biases; a family without keys for them has those it always has."""
+        for key in ("attention_bias", "mlp_bias"):
+            if config.get(key):
+                config.add_unsupported(key, "none here")
+        return {}
+
+    def config_values(self, model: Model) -> dict[str, Any]:
+        """The keys of a `config.json` that describe a model."""
+        values: dict[str, Any] = {key: getattr(model, field) for key, field in self.required_keys.items()}
+        values |= {"intermediate_size": model.mlp_dim, "hidden_act": "silu"}
+        values |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        return values | {"tie_word_embeddings": model.tied} | rope_values(model)
+
+    def is_redundant(self, name: str, model: Model) -> bool:
+        """Whether a tensor of a folder need not be imported, as an old table of rotary positions."""
+        return name.endswith(".rotary_emb.inv_freq")
+
+    def missing_traits(self, model: Model) -> list[str]:
+        """Traits of the family that a model does not have, and would get."""
+        return [trait for trait in self.traits if trait not in model_traits(model)]
+
+    def unknown_traits(self, model: Model) -> list[str]:
+        """Traits of a model that the family does not have."""
+        return [trait for trait in model_traits(model) if trait not in (*self.traits, *self.optional_traits)]
+
+    def fits(self, model: Model) -> bool:
+        """Whether a model can be exported as one of this family."""
+        return not self.missing_traits(model) and not self.unknown_traits(model)
+
+
+def refuse_windows(config: HFConfig) -> None:
+    """Refuse sliding windows, unless the window is as long as the model."""
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        config.add_unsupported("layer_types", "only full attention in every layer")
+    in_use = config.get("use_sliding_window") is not False or "sliding_attention" in (config.get("layer_types") or ())
+    if in_use and window is not None and longest is not None and window < longest:
+        config.add_unsupported(
+            "sliding_window",
+            f"only attention over all positions, and max_position_embeddings is {longest}",
+            f"sliding windows are not supported; with max_position_embeddings = {window} the two are the same",
+        )

@@ -1,0 +1,26 @@
+"""What a model has beyond a plain decoder, as far as only some families have it."""
+
+from danlu.spec.model import Model
+
+
+def model_traits(model: Model) -> dict[str, str]:
+    """Names of a model's traits, and each as a text that follows "has"."""
+    moe = model.moe
+    traits = {
+        "norm": (f'norm = "{model.norm}"', model.norm != "rms"),
+        "position": (f'position = "{model.position}"', model.position != "rope"),
+        "activation": (f'activation = "{model.activation}"', model.activation != "swiglu"),
+        "bias": ("bias", model.bias),
+        "qkv_bias": ("qkv_bias", model.qkv_bias),
+        "qk_norm": ("qk_norm", model.qk_norm),
+    }
+    if moe is not None:
+        traits |= {
+            "moe": ("[model.moe]", True),
+            "moe.shared": (f"moe.shared = {moe.shared}", moe.shared > 0),
+            "moe.dense_layers": (f"moe.dense_layers = {moe.dense_layers}", moe.dense_layers > 0),
+            "moe.score": (f'moe.score = "{moe.score}"', moe.score != "softmax"),
+            "moe.normalize": ("moe.normalize = false", not moe.normalize),
+            "moe.balance": ('moe.balance = "bias"', moe.balance == "bias"),
+        }
+    return {name: text for name, (text, has) in traits.items() if has}
