@@ -12,9 +12,8 @@ from danlu.cost.calibration import Calibration
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
 from danlu.cost.step_prediction import Predictor, StepPrediction
-from danlu.ops.model_shape import MLAConfig
 from danlu.spec.cluster import Chip, Cluster, NetworkLevel
-from danlu.spec.model import Model, Moe
+from danlu.spec.model import MLAConfig, Model, Moe
 from danlu.spec.recipe import BatchConfig
 
 DATA_DIR = Path(__file__).parent / "published"
@@ -23,6 +22,8 @@ _BUCKET = 5e8
 """Elements per bucket that DeepSpeed reduces or gathers by default: gradients as stored, parameters in half."""
 _LOGIT_BYTES = {"fused": 6.0, "fsdp": 14.0}
 """Bytes per logit at the loss: a fused kernel, PyTorch's own; Megatron's and others reuse their fp32 copy in place."""
+_MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""In the order of the column `latent`."""
 _INNER_LATENCY = 2e-6
 """Seconds of one round inside a node; the order of magnitude that is reported for NVLink."""
 _OUTER_LATENCY = 6e-6
@@ -152,7 +153,6 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> PublishedRun:
         reshard_after_forward=sharding is ZERO_3 or sharding is HSDP,
     )
     hidden = row["overlap"].split()
-    latent = MLAConfig(*(int(part) for part in row["latent"].split("/"))) if row["latent"] else None
     gradient = int(row["gradients"] or (2 if row["dtype"] == "fp16" else 4))
     kernels = row["kernels"].split()
     window, _, share = row["window"].partition("/")
@@ -187,7 +187,6 @@ def _run(row: dict[str, str], chips: dict[str, dict[str, Any]]) -> PublishedRun:
         logit_bytes=_LOGIT_BYTES.get(row["loss"] or row["engine"], 10.0),
         launch_blocking=row["launches"] == "blocking",
         ring_bandwidth=float(row["ring_GBps"]) * 1e9 if row["ring_GBps"] else inf,
-        mla=latent,
         sliding_window=int(window) if window else 0,
         sliding_window_fraction=float(share) if share else 0.0,
     )
@@ -245,19 +244,22 @@ def _model(row: dict[str, str]) -> Model:
             shared=int(row["shared_width"] or 0) // width,
             dense_layers=int(row["dense_layers"] or 0),
         )
+    parts = (int(part) for part in row["latent"].split("/")) if row["latent"] else None
+    latent = MLAConfig(**dict(zip(_MLA_FIELDS, parts, strict=True))) if parts else None
     return Model(
         name=row["model"],
         vocabulary=int(row["vocabulary"]),
         layers=int(row["layers"]) + int(row["ahead"] or 0),
         width=int(row["width"]),
         heads=int(row["heads"]),
-        kv_heads=int(row["kv_heads"]),
-        head_width=int(row["head_width"]) if row["head_width"] else int(row["width"]) // int(row["heads"]),
+        kv_heads=None if latent else int(row["kv_heads"]),
+        head_width=None if latent else int(row["head_width"] or int(row["width"]) // int(row["heads"])),
         mlp_width=int(row["mlp"]) if row["mlp"] else None,
         sequence=int(row["length"]),
         activation=row["activation"],  # type: ignore[arg-type]
         position="learned" if row["activation"] == "gelu" else "rope",
         tied=row["tied"] == "1",
+        mla=latent,
         moe=moe,
     )
 

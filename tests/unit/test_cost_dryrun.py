@@ -19,6 +19,7 @@ from danlu.dryrun.dry_run import dry_run_ranks
 from danlu.planner import PlanRequest
 from danlu.planner.pricing import software_for
 from danlu.spec.load import load_cluster, load_model
+from danlu.spec.model import MLAConfig
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.recipe import BatchConfig, DataConfig, OptimizerConfig, PrecisionConfig, Recipe
 from danlu.spec.recompute import RecomputeLayers
@@ -97,7 +98,18 @@ MUON = {
     "muon: ep × tp": (plan(shard=4, tp=2, ep=4), 8),
     "muon: hsdp × ep, fewer experts than ranks": (plan(replicate=2, shard=16, ep=4), 32),
 }
-LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON
+LATENT = {
+    "latent: fsdp": (plan(shard=8), 8),
+    "latent: fsdp × tp": (plan(shard=2, tp=4, microbatches=2), 8),
+    "latent: fsdp × tp, selective": (plan(shard=4, tp=2, recompute="selective"), 8),
+    "latent: fsdp × tp, recomputed": (plan(shard=2, tp=4, recompute="full"), 8),
+    "latent: tp × 1f1b, regathered": (plan(pp=2, shard=2, tp=2, microbatches=4, regather_inputs=True), 8),
+    "latent: hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
+    "latent: ep × tp": (plan(shard=4, tp=2, ep=4), 8),
+    "latent: queries direct: fsdp × tp": (plan(shard=2, tp=4), 8),
+}
+"""With multi-head latent attention."""
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT
 QUICK = {
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
@@ -105,6 +117,7 @@ QUICK = {
     "ep × tp, selective",
     "fp32: fsdp",
     "muon: hsdp × tp",
+    "latent: fsdp × tp, selective",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 
@@ -112,10 +125,17 @@ CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for
 def recipe_of(name: str) -> Recipe:
     """Eight layers of a model with experts or without."""
     wanted, sequences = LAYOUTS[name]
+    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8})
+    if name in LATENT:
+        queries = None if "direct" in name else 1536
+        mla = MLAConfig(
+            q_lora_rank=queries, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128
+        )
+        model = model.model_copy(update={"mla": mla, "kv_heads": None, "head_width": None})
     return Recipe(
         name="dry",
         steps=1,
-        model=load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8}),
+        model=model,
         data=DataConfig(shards="none", document_mask=name in DOCUMENTS),
         batch=BatchConfig(sequences=sequences, length=4096),
         precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),
@@ -180,6 +200,8 @@ def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
     sent: dict[str, float] = {}
     for call in traces[0].collectives:
         axis = call.axes.removeprefix("expert_")
+        if name in LATENT and call.operation == "all_reduce" and axis == "tp":
+            axis = "shard"  # gradients of what tensor parallelism copies are priced with the others
         sent[AXIS.get(axis, axis)] = sent.get(AXIS.get(axis, axis), 0.0) + call.total_wire
     slow, free = (_parts(formulas, wanted, bandwidth) for bandwidth in (1.0, inf))
     priced = {axis: sum(slow.get(part, 0.0) - free.get(part, 0.0) for part in parts) for axis, parts in PARTS.items()}

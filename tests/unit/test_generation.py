@@ -24,6 +24,7 @@ from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
 GREEDY = Sampling(temperature=0)
 GPT: dict[str, Any] = {"norm": "layer", "position": "learned", "activation": "gelu", "bias": True}
 MOE = Moe(experts=6, top_k=2, width=24)
+MLA = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {},
     "dense, tied, grouped heads": {"kv_heads": 2, "tied": True},
@@ -44,6 +45,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scaled_embedding": True,
         "qk_norm": True,
         "activation": "geglu",
+    },
+    "latent": {"mla": MLA},
+    "latent keys and values alone, wide values, experts": {
+        "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 14},
+        "moe": MOE,
+    },
+    "latent, scaled positions": {
+        "mla": MLA,
+        "rope_scaling": {"kind": "yarn", "factor": 8.0, "original": 8, "mscale": 1.0, "mscale_all_dim": 0.7},
     },
     "gpt": GPT,
     "gpt, tied": GPT | {"tied": True},

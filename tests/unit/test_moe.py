@@ -48,11 +48,17 @@ def one_by_one(made: MoeLayer, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         for x in sequence:
             logits = gate @ x
             score = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
-            chosen = (score + made.router.bias_E).topk(moe.top_k).indices.tolist()
+            biased = (score + made.router.bias_E).tolist()
+            size = moe.experts // moe.n_group
+            groups = [range(first, first + size) for first in range(0, moe.experts, size)]
+            groups.sort(key=lambda group: -sum(sorted((biased[expert] for expert in group), reverse=True)[:2]))
+            open_experts = [expert for group in groups[: moe.topk_group] for expert in group]
+            chosen = sorted(open_experts, key=lambda expert: -biased[expert])[: moe.top_k]
             total = sum(score[expert] for expert in chosen) if moe.normalize else 1.0
             answer = torch.zeros(WIDTH)
             for expert in chosen:
-                answer = answer + score[expert] / total * expert_answer(made, expert, x)
+                weight = score[expert] / total * moe.routed_scaling_factor
+                answer = answer + weight * expert_answer(made, expert, x)
                 counts[expert] += 1
             shares = shares + logits.softmax(0)
             answers.append(answer if made.shared is None else answer + made.shared(x))
@@ -74,6 +80,10 @@ CASES = [
         ("swiglu", "gelu"), [("softmax", True, 0, "loss"), ("sigmoid", False, 2, "bias"), ("sigmoid", True, 1, "none")]
     )
 ]
+
+CASES.append(
+    {"score": "sigmoid", "shared": 1, "balance": "bias", "n_group": 3, "topk_group": 2} | {"routed_scaling_factor": 2.5}
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
@@ -230,3 +240,29 @@ def test_an_even_load_is_the_same_for_every_rank(copies: int, experts: int, rank
         per_expert = [sum(column) for column in zip(*coming, strict=True)]
         assert sum(per_expert) == copies
         assert max(per_expert) - min(per_expert) <= 2
+
+
+def test_a_group_is_chosen_by_its_two_best_experts_and_none_outside_it() -> None:
+    """One group has the best expert of all, another the best two together."""
+    router = Router(EXPERTS, Moe(experts=EXPERTS, top_k=2, width=5, score="sigmoid", n_group=3, topk_group=1))
+    with torch.no_grad():
+        router.gate.weight.copy_(torch.eye(EXPERTS))
+    logits = torch.tensor([[[9.0, -9.0, 1.0, 1.1, 0.0, 0.1]]])
+    chosen, weights, counts, _ = router(logits)
+    assert sorted(chosen[0].tolist()) == [2, 3]
+    assert counts.tolist() == [0, 0, 1, 1, 0, 0]
+    torch.testing.assert_close(weights.sum(), torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 4}, "`n_group` must divide `experts` \\(6\\)"),
+        ({"n_group": 3, "topk_group": 4}, "`topk_group` must be at most `n_group` \\(3\\)"),
+        ({"n_group": 3, "topk_group": 1, "top_k": 3}, "`top_k` must be at most the 2 experts"),
+        ({"n_group": 6, "topk_group": 3}, "`n_group` must leave two experts to a group"),
+    ],
+)
+def test_groups_that_cannot_be_chosen_from_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer(**changes)

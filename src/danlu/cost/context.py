@@ -42,7 +42,7 @@ def cost_context(
     if not chip.overlaps:
         software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False)
     return CostContext(
-        shape=model_shape(model, software.mla),
+        shape=model_shape(model),
         batch=batch,
         software=software,
         overheads=overheads,

@@ -179,7 +179,7 @@ class _LayerTimer:
                 unfused_attention_time(*sizes, self.overheads.score_bytes_moved),
                 unfused_attention_time(*sizes, self.overheads.score_bytes_moved_backward, backward=True),
             )
-        queries, head = shard.length // shard.cp, (shape.head_dim + shape.v_head_dim) / 2
+        queries, head = shard.length // shard.cp, sum(shard.core_widths) / 2
         if software.fp8_attention and device.uses_fp8:
             device = replace(device, peak_16bit=device.peak * device.efficiency.fp8)
 
@@ -223,7 +223,7 @@ class _LayerTimer:
     def _measured_elementwise(self, times: OperatorTimes, backward: bool) -> float:
         shape, shard, moe = self.shape, self.shard, self.moe
         tokens, stream, hidden = shard.tokens, shard.stream, mlp.hidden_elements(shard, moe)
-        queries, keys = (tokens * count * shape.head_dim / shard.tp for count in (shape.heads, shape.kv_heads))
+        queries, keys = (tokens * count * shape.rotated_dim / shard.tp for count in (shape.heads, shape.kv_heads))
         if backward:
             # Gradients of the residual stream are summed at the inputs of attention and MLP, of queries, keys and
             # values, and of the two up-projections.
@@ -259,29 +259,39 @@ class _LayerTimer:
         """Exposed traffic of tensor parallelism in one pass."""
         if self.shard.tp == 1:
             return 0.0
+        # Attention gathers its inputs and scatters its result, and backward the other way around.
+        mean_width = (self.shape.width + attention.input_width(self.shape)) / 2
+        once = self._around_block(mean_width) + (self._tp_blocks - 1) * self._around_block(self.shape.width)
+        return once * ((1 - self.overheads.tp_overlap) if self.software.overlap_tp_comm else 1.0)
+
+    def _around_block(self, width: float) -> float:
+        """Traffic before and after a block, one of which is as wide as the other, in one pass."""
         network, group = self.network, self.local.tp_group
-        stream = self.device.element_bytes * self.shard.tokens * self.shape.width
-        if self.software.sequence_parallel:
-            once = all_gather_time(network, group, stream) + reduce_scatter_time(network, group, stream)
-            if self.device.measured:
-                # The measured `split` of tensor-parallel layers includes collectives of a short stream already.
-                short = min(stream, self.device.element_bytes * TP_PROBE_TOKENS * TP_PROBE_WIDTH)
-                least = all_gather_time(network, group, short) + reduce_scatter_time(network, group, short)
-                once = max(0.0, once - least)
-        else:
-            once = all_reduce_time(network, group, stream)
-        return self._tp_blocks * once * ((1 - self.overheads.tp_overlap) if self.software.overlap_tp_comm else 1.0)
+        stream = self.device.element_bytes * self.shard.tokens * width
+        if not self.software.sequence_parallel:
+            return all_reduce_time(network, group, stream)
+        once = all_gather_time(network, group, stream) + reduce_scatter_time(network, group, stream)
+        if self.device.measured:
+            # The measured `split` of tensor-parallel layers includes collectives of a short stream already.
+            short = min(stream, self.device.element_bytes * TP_PROBE_TOKENS * TP_PROBE_WIDTH)
+            least = all_gather_time(network, group, short) + reduce_scatter_time(network, group, short)
+            once = max(0.0, once - least)
+        return once
 
     def _regathered(self, recompute: Recompute) -> float:
         """Exposed traffic of the inputs that the backward pass gathers again."""
         exposed = self.software.expose_regather and self.software.sequence_parallel
         if self.shard.tp == 1 or not exposed or not self.software.regathers(recompute):
             return 0.0
-        elements = self.shard.tokens * self.shape.width
-        once = all_gather_time(self.network, self.local.tp_group, self.device.element_bytes * elements)
-        if self.device.measured:
-            once += self.device.measured.seconds("copy", elements)
-        return self._tp_blocks * once
+        widths = [self.shape.width] * (self._tp_blocks - 1)
+        if recompute == "elementwise" or not self.shape.mla:  # a plan keeps MLA's latents gathered
+            widths.append(attention.input_width(self.shape))
+        total = 0.0
+        for elements in (self.shard.tokens * width for width in widths):
+            total += all_gather_time(self.network, self.local.tp_group, self.device.element_bytes * elements)
+            if self.device.measured:
+                total += self.device.measured.seconds("copy", elements)
+        return total
 
     def _expert(self, compute: float) -> float:
         """Exposed traffic of experts in one pass: dispatch and combine, less what another microbatch's pass hides."""

@@ -6,6 +6,7 @@ from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.software import HSDP, ZERO_3
 from danlu.cost.stage_contents import LayerKind, RankParameters, StageContents, rank_parameters, stage_contents
+from danlu.ops import attention
 from danlu.ops.layer_shard import LayerShard
 
 
@@ -31,6 +32,7 @@ class LayoutShapes:
             sequence_parallel=self.software.sequence_parallel,
             expert_tp=self.software.expert_tp,
             expert_imbalance=self.software.expert_imbalance,
+            pad_values=self.software.pad_values,
         )
         self.local = LocalShape(
             self.shard,
@@ -60,3 +62,16 @@ class LayoutShapes:
     def layer_bytes(self, kind: LayerKind) -> tuple[float, float]:
         """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
         return self._cache.layer_bytes(self.context, self.shard, kind)
+
+    @property
+    def replicated_gradient_bytes(self) -> float:
+        """Bytes that a layer sums over `tp` per microbatch: gradients of attention's parameters that it copies.
+
+        In the precision of activations every time they are computed, or accumulated and once per step.
+        """
+        if self.layout.tp == 1:
+            return 0.0
+        copied = attention.replicated_parameters(self.shape)
+        if self.reduces_every_microbatch:
+            return float(self.software.activation_bytes * copied)
+        return self.software.gradient_bytes * copied / self.layout.microbatches

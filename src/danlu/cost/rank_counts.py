@@ -54,7 +54,7 @@ class RankCounter(LayoutShapes):
         shape, shard = self.shape, self.shard
         batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp
         pairs *= 1.0 if self.software.document_mask else 0.5
-        core = attention.core_flops(batch, pairs, shape.head_dim, shape.v_head_dim)
+        core = attention.core_flops(batch, pairs, *shard.core_widths)
         total = 0.0
         for (moe, recompute), count in contents.runs:
             linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
@@ -66,21 +66,31 @@ class RankCounter(LayoutShapes):
         return self.layout.microbatches * total
 
     def _tensor(self, contents: StageContents) -> float:
-        """An all-gather and a reduce-scatter around attention and around the MLP, both passes; embedding and head."""
-        tp = self.shard.tp
+        """An all-gather and a reduce-scatter around attention and around the MLP, both passes; embedding and head.
+
+        And the sum of the gradients of what is not sharded, MLA's down-projections.
+        """
+        tp, software = self.shard.tp, self.software
         if tp == 1:
             return 0.0
-        stream = float(self.software.activation_bytes * self.shard.tokens * self.shape.width)
+        each = float(software.activation_bytes)
+        stream = each * self.shard.tokens * self.shape.width
+        inputs = each * self.shard.tokens * attention.input_width(self.shape)
         both = stream / tp + stream
         total = 0.0
         for (moe, recompute), count in contents.runs:
-            again = stream / tp if self.software.regathers(recompute) else both if recompute == "full" else 0.0
-            blocks = 1 + (mlp.hidden_width(self.shape, moe) > 0)
-            # Recompute ends before the last reduction over ranks.
-            spared = stream if recompute == "full" and not moe else 0.0
-            total += count * (blocks * (2 * both + again) - spared)
+            mlps = 1 if mlp.hidden_width(self.shape, moe) else 0
+            block = both + inputs / tp + inputs + mlps * 2 * both
+            if recompute == "full":
+                # It ends before the last reduction over ranks.
+                block += inputs / tp + stream + mlps * both - (0.0 if moe else stream)
+            elif software.regathers(recompute):
+                gathered = inputs if recompute == "elementwise" or not self.shape.mla else 0.0
+                block += (gathered + mlps * stream) / tp
+            total += count * block
         total += (contents.has_embedding + contents.has_head) * both
-        return self.layout.microbatches * total
+        copied = contents.layers * self.replicated_gradient_bytes
+        return self.layout.microbatches * (total + copied)
 
     def _context(self, contents: StageContents) -> float:
         """All-to-all between heads and positions, both ways."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from danlu.ops.model_shape import MLAConfig
 from danlu.ops.newton_schulz import MuonTraits
 from danlu.ops.recompute import Recompute, Saving
 
@@ -130,7 +129,8 @@ class Software:
     """Context parallelism by all-to-all between heads and positions, not by a ring of keys and values."""
     ring_bandwidth: float = inf
     """Bytes per second of one group between nodes, if its library drives one adapter per group."""
-    mla: MLAConfig | None = None
+    pad_values: bool = False
+    """Pad values of latent attention to the width of its keys, for attention kernels that have one width."""
     document_mask: bool = False
     """Keep documents apart by a mask in memory, with which attention kernels compute every pair of positions instead of
     the causal half."""
@@ -161,6 +161,7 @@ DANLU = Software(
     ulysses=True,
     keep_gathered_inputs=True,
     expose_regather=True,
+    pad_values=True,
     eager=True,
     preallocate_gradients=False,
     logit_bytes=10.0,

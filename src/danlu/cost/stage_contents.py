@@ -94,7 +94,8 @@ def _even_layer_counts(layers: int, stages: int, count_embedding_and_head: bool)
 @lru_cache(maxsize=8192)
 def rank_parameters(shape: ModelShape, contents: StageContents, tp: int, ep: int, expert_tp: int) -> RankParameters:
     """Parameters of a rank; norms and biases, a ten-thousandth of them, are ignored."""
-    layer = attention.parameters(shape) // tp
+    copied = attention.replicated_parameters(shape)
+    layer = copied + (attention.parameters(shape) - copied) // tp
     shared = mlp.parameters(shape, shape.shared_width) + experts.router_parameters(shape)
     dense = (contents.layers - contents.moe) * (layer + mlp.parameters(shape, shape.mlp_dim) // tp)
     dense += contents.moe * (layer + shared // tp)

@@ -191,6 +191,10 @@ class _StepEstimator(LayoutShapes):
                 second = exposed_time(second, backward, contention)
             parts["gather"] = first + second
             forward, backward = forward + first, backward + second
+        if copied := self.replicated_gradient_bytes:
+            summed = contents.layers * all_reduce_time(self.network, self.groups.tp, copied)
+            parts["gather"] = parts.get("gather", 0.0) + summed
+            backward += summed
         return StageTime(forward, backward, weights), parts
 
     def _shard_comm(self, contents: StageContents) -> tuple[float, float] | None:

@@ -16,9 +16,21 @@ def parameters(shape: ModelShape, *, qkv_bias: bool = False, out_bias: bool = Fa
         into = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         weights = shape.width * into + shape.heads * shape.head_dim * shape.width
         return weights + (into if qkv_bias else 0) + (shape.width if out_bias else 0)
-    down = shape.width * (low.q_lora_rank + low.kv_lora_rank + low.qk_rope_head_dim)
-    up = shape.heads * (low.q_lora_rank * shape.head_dim + low.kv_lora_rank * (low.qk_nope_head_dim + low.v_head_dim))
-    return down + up + shape.heads * low.v_head_dim * shape.width
+    query_width = low.q_lora_rank or shape.width
+    up = shape.heads * (query_width * shape.head_dim + low.kv_lora_rank * (low.qk_nope_head_dim + low.v_head_dim))
+    return replicated_parameters(shape) + up + shape.heads * low.v_head_dim * shape.width
+
+
+def replicated_parameters(shape: ModelShape) -> int:
+    """Of these, what tensor parallelism does not shard: the down-projections to MLA's latents."""
+    low = shape.mla
+    return shape.width * ((low.q_lora_rank or 0) + low.kv_lora_rank + low.qk_rope_head_dim) if low else 0
+
+
+def input_width(shape: ModelShape) -> int:
+    """Features per position of what tensor parallelism gathers: hidden states, or MLA's latents and shared key."""
+    low = shape.mla
+    return (low.q_lora_rank or shape.width) + low.kv_lora_rank + low.qk_rope_head_dim if low else shape.width
 
 
 def matmuls(shard: LayerShard) -> tuple[Matmul, ...]:
@@ -28,10 +40,11 @@ def matmuls(shard: LayerShard) -> tuple[Matmul, ...]:
     if low is None:
         columns = (shape.heads + 2 * max(shape.kv_heads, tp)) * shape.head_dim // tp
         return Matmul(tokens, columns, shape.width), Matmul(tokens, shape.width, shape.heads * shape.head_dim // tp)
+    held = tokens // tp if shard.sequence_parallel else tokens
     return (
-        Matmul(tokens, low.q_lora_rank, shape.width),
-        Matmul(tokens, low.kv_lora_rank + low.qk_rope_head_dim, shape.width),
-        Matmul(tokens, shape.heads * shape.head_dim // tp, low.q_lora_rank),
+        *((Matmul(held, low.q_lora_rank, shape.width),) if low.q_lora_rank else ()),
+        Matmul(held, low.kv_lora_rank + low.qk_rope_head_dim, shape.width),
+        Matmul(tokens, shape.heads * shape.head_dim // tp, low.q_lora_rank or shape.width),
         Matmul(tokens, shape.heads * (low.qk_nope_head_dim + low.v_head_dim) // tp, low.kv_lora_rank),
         Matmul(tokens, shape.width, shape.heads * low.v_head_dim // tp),
     )
@@ -39,7 +52,7 @@ def matmuls(shard: LayerShard) -> tuple[Matmul, ...]:
 
 def latent_matmuls(shard: LayerShard) -> tuple[Matmul, ...]:
     """MLA's up-projections, which `latent` recompute runs again."""
-    return matmuls(shard)[2:4] if shard.model.mla else ()
+    return matmuls(shard)[-3:-1] if shard.model.mla else ()
 
 
 def core_flops(
@@ -96,7 +109,7 @@ def eager_moved_bytes(shard: LayerShard, element_bytes: int) -> tuple[float, flo
     shape = shard.model
     if shape.positions:
         return 0.0, 0.0  # learned positions are added once, by the embedding
-    elements = shard.tokens * (shape.heads + shape.kv_heads) * shape.head_dim / shard.tp
+    elements = shard.tokens * (shape.heads + shape.kv_heads) * shape.rotated_dim / shard.tp
     casts = 2.0 * (element_bytes + 4) if element_bytes < 4 else 0.0
     return (36.0 + casts) * elements, (40.0 + casts) * elements
 
@@ -105,11 +118,16 @@ def saved_bytes(shard: LayerShard, saving: Saving) -> float:
     """Queries, keys and values, the output, and scores if they are saved."""
     shape, tokens, each = shard.model, shard.tokens, saving.element_bytes
     heads, groups = shape.heads / shard.tp, max(1, shape.kv_heads // shard.tp)
-    inputs = each * tokens * (heads * shape.head_dim + groups * (shape.head_dim + shape.v_head_dim))
-    kept = inputs + saving.matmul_bytes * tokens * heads * shape.v_head_dim
+    qk_width, v_width = shard.core_widths
+    inputs = each * tokens * (heads * qk_width + groups * (qk_width + v_width))
+    kept = inputs + saving.matmul_bytes * tokens * heads * v_width
+    if v_width > shape.v_head_dim:
+        kept += saving.matmul_bytes * tokens * heads * shape.v_head_dim  # what of it is no padding, by itself
     if shape.mla:
         low = shape.mla
-        kept += each * tokens * (2 * low.q_lora_rank + 2 * low.kv_lora_rank + low.qk_rope_head_dim)
+        normed = (low.q_lora_rank or 0) + low.kv_lora_rank
+        held = tokens / (shard.tp if shard.sequence_parallel else 1)
+        kept += each * (held * (normed + low.qk_rope_head_dim) + tokens * normed)
         if saving.mode == "latent":
             kept -= inputs
     if saving.scores and saving.mode != "selective":
@@ -120,7 +138,7 @@ def saved_bytes(shard: LayerShard, saving: Saving) -> float:
 def rotary_copy_bytes(shard: LayerShard) -> float:
     """fp32 copies of queries and keys for rotary positions, which a compiler would fuse away."""
     shape = shard.model
-    return 4.0 * shard.tokens * (shape.heads + shape.kv_heads) * shape.head_dim / shard.tp
+    return 4.0 * shard.tokens * (shape.heads + shape.kv_heads) * shape.rotated_dim / shard.tp
 
 
 def alternate_saved_elements(shard: LayerShard) -> float:

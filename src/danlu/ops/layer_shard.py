@@ -35,6 +35,8 @@ class LayerShard(NamedTuple):
     """Tensor parallelism inside an expert."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert rank over the mean."""
+    pad_values: bool = False
+    """Whether values and queries of different widths are padded to the same, for attention kernels that have one."""
 
     @property
     def tokens(self) -> int:
@@ -45,6 +47,12 @@ class LayerShard(NamedTuple):
     def stream(self) -> float:
         """Elements of the residual stream between blocks."""
         return self.tokens * self.model.width / (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def core_widths(self) -> tuple[int, int]:
+        """Widths of a head's key and of its value as attention's kernels get them."""
+        widths = self.model.head_dim, self.model.v_head_dim
+        return (max(widths),) * 2 if self.pad_values else widths
 
     @property
     def routed_rows(self) -> float:

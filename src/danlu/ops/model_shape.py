@@ -1,21 +1,9 @@
 """Sizes of a model's layers: small, hashable, cached per model."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from danlu.spec.model import Model
-
-
-@dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): LoRA ranks and head dimensions."""
-
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    qk_nope_head_dim: int
-    v_head_dim: int
+from danlu.spec.model import MLAConfig, Model
 
 
 class ModelShape(NamedTuple):
@@ -43,13 +31,18 @@ class ModelShape(NamedTuple):
     mla: MLAConfig | None
 
     @property
+    def rotated_dim(self) -> int:
+        """Features of one head's query and key that positions rotate."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
     def num_up_projections(self) -> int:
         """Up-projections of a feed-forward network: 2 if it is gated."""
         return 2 if self.gated else 1
 
 
 @lru_cache(maxsize=256)
-def model_shape(model: Model, latent: MLAConfig | None = None) -> ModelShape:
+def model_shape(model: Model) -> ModelShape:
     """The sizes of a model."""
     moe = model.moe
     return ModelShape(
@@ -58,8 +51,8 @@ def model_shape(model: Model, latent: MLAConfig | None = None) -> ModelShape:
         width=model.width,
         heads=model.heads,
         kv_heads=model.num_kv_heads,
-        head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else model.head_dim,
-        v_head_dim=latent.v_head_dim if latent else model.head_dim,
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
         mlp_dim=model.mlp_dim,
         gated=model.gated,
         vocabulary=model.vocabulary,
@@ -69,5 +62,5 @@ def model_shape(model: Model, latent: MLAConfig | None = None) -> ModelShape:
         top_k=moe.top_k if moe else 0,
         expert_width=moe.width if moe else 0,
         shared_width=moe.shared * moe.width if moe else 0,
-        mla=latent,
+        mla=model.mla,
     )

@@ -28,13 +28,13 @@ class UlyssesAttention(nn.Module):
     def forward(
         self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None, sinks_H: Tensor | None = None
     ) -> Tensor:
-        """Attend over the sequence of all ranks; the result has the shape of `q_BSHW`.
+        """Attend over the sequence of all ranks; the result has the shape that the core's has. Values may be narrower.
 
         `documents` describes full sequences on every rank, as the core takes it; `sinks_H` has a value per head.
         """
         ranks = self.group.size()
         own = () if sinks_H is None else (sinks_H.unflatten(0, (ranks, -1))[self.group.rank()],)
-        heads, kv_heads = q_BSHW.shape[2], k_BSKW.shape[2]
+        kv_heads = k_BSKW.shape[2]
         if kv_heads % ranks:
             # Fewer key-value heads than ranks: repeat them up to one per rank.
             if ranks % kv_heads:
@@ -42,10 +42,13 @@ class UlyssesAttention(nn.Module):
             repeats = ranks // kv_heads
             k_BSKW, v_BSKW = (x.repeat_interleave(repeats, dim=2) for x in (k_BSKW, v_BSKW))
         # One exchange for all three: for each destination, its q, k and v heads side by side.
-        qkv = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q_BSHW, k_BSKW, v_BSKW)], dim=3)
+        parts = (q_BSHW, k_BSKW, v_BSKW)
+        qkv = torch.cat([x.flatten(2).unflatten(2, (ranks, -1)) for x in parts], dim=3)
         full = self._exchange(qkv.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
-        sizes = [heads // ranks, k_BSKW.shape[2] // ranks, v_BSKW.shape[2] // ranks]
-        attended = self.core(*full.split(sizes, dim=2), documents, *own)
+        shapes = [(x.shape[2] // ranks, x.shape[3]) for x in parts]
+        pieces = full.split([count * width for count, width in shapes], dim=2)
+        q, k, v = (x.unflatten(2, shape) for x, shape in zip(pieces, shapes, strict=True))
+        attended = self.core(q, k, v, documents, *own)
         back = self._exchange(attended.unflatten(1, (ranks, -1)).movedim(1, 0))
         return back.movedim(0, 2).flatten(2, 3)
 

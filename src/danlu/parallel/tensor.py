@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from danlu.parallel.fsdp import silence_view_warning
+from danlu.parallel.joint_gather import apply_joint_column, apply_joint_gather
 from danlu.parallel.regather import apply_regather
 from danlu.torch_compat import flatten_sequence_first
 
@@ -29,6 +30,8 @@ TPStyle = Literal[
     "regather",
     "column",
     "row",
+    "joint gather",
+    "joint column",
     "vocabulary",
     "logits",
     "row replicated",
@@ -43,6 +46,8 @@ TPStyle = Literal[
 - gather: needs the full sequence, gathered once for all its inner matrices
 - regather: the same, but gathered again in the backward pass instead of kept for it
 - column, row: a matrix sharded by outputs, and the next one sharded by inputs, its result reduce-scattered by sequence
+- joint gather, joint column: passes several narrow inputs on, gathered to the full sequence in one collective, and a
+  matrix that reads one of them, sharded by outputs (latent attention)
 - vocabulary: a table sharded by rows
 - logits: the output matrix, sharded by the vocabulary; its result stays sharded
 
@@ -95,6 +100,8 @@ def _style(style: TPStyle) -> ParallelStyle:
     match style:
         case "regather":
             raise ValueError("the style regather belongs to a module together with its columns: use `apply_tp`")
+        case "joint gather" | "joint column":
+            raise ValueError(f"the style {style} replaces what a module computes: use `apply_tp`")
         case "sequence":
             return SequenceParallel(use_local_output=True)
         case "heads":
@@ -132,6 +139,9 @@ def apply_tp(stage_module: nn.Module, placements: Mapping[str, TPStyle], mesh: D
             apply_regather(module, {column: modules[column] for column in columns_of[name]}, mesh)
             continue
         if name in regathered:
+            continue
+        if style in ("joint gather", "joint column"):
+            (apply_joint_gather if style == "joint gather" else apply_joint_column)(module, mesh)
             continue
         if style == "sequence" and isinstance(module, nn.Linear):
             flatten_sequence_first(module)

@@ -1,6 +1,7 @@
-"""A decoder transformer described by its shape: GPT, Llama and mixture-of-experts models."""
+"""A decoder transformer described by its shape: GPT, Llama, mixture-of-experts and latent-attention models."""
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +16,39 @@ MAX_LAYERS = 100_000
 MAX_EXPERTS = 10**7
 SequenceLength = Annotated[int, Field(ge=1, le=10**9)]
 """Tokens of a sequence."""
+
+
+class MLAConfig(SpecModel):
+    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): LoRA ranks and head dimensions.
+
+    Keys and values of all heads are projections of one latent vector per position, and queries of another; positions
+    rotate `qk_rope_head_dim` features of every query, and as many of one key that all heads share.
+    """
+
+    q_lora_rank: Width | None = None
+    """Width of the latent vector of the queries; if omitted, queries are projected directly (DeepSeek-V2-Lite)."""
+    kv_lora_rank: Width
+    """Width of the latent vector of keys and values: with the shared rotated key, all that a cache keeps."""
+    qk_rope_head_dim: Width
+    """Features of a query and of the shared key that are rotated."""
+    qk_nope_head_dim: Width
+    """Features of one head's query and key without positions."""
+    v_head_dim: Width
+    """Features of one head's value."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"`qk_rope_head_dim` must be even for rotary positions, but is {self.qk_rope_head_dim} instead\n"
+                f"qk_rope_head_dim = {self.qk_rope_head_dim + 1}"
+            )
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 class Moe(SpecModel):
@@ -34,6 +68,12 @@ class Moe(SpecModel):
     """How the router's outputs become the weights of the experts."""
     normalize: bool = True
     """Divide the chosen experts' scores by their sum."""
+    routed_scaling_factor: float = Field(default=1.0, gt=0, le=10**6)
+    """What the chosen experts' weights are multiplied by in the end (DeepSeek-V3: 2.5)."""
+    n_group: int = Field(default=1, ge=1, le=MAX_EXPERTS)
+    """Groups of consecutive experts, of which a token chooses some before it chooses experts in them."""
+    topk_group: int = Field(default=1, ge=1, le=MAX_EXPERTS)
+    """Groups that a token chooses: those whose two best experts have the highest sum."""
     balance: Literal["loss", "bias", "none"] = "loss"
     """Load balancing: an auxiliary loss over each sequence, a bias per expert updated by its load, or none."""
     balance_rate: float = Field(default=0.01, ge=0, le=1000)
@@ -46,27 +86,65 @@ class Moe(SpecModel):
                 f"`top_k` must be at most `experts` ({self.experts}), but is {self.top_k} instead\n"
                 f"top_k = {self.experts}, or more experts"
             )
+        if self.experts % self.n_group:
+            valid = closest_divisor(self.n_group, self.experts)
+            raise ValueError(
+                f"`n_group` must divide `experts` ({self.experts}), but is {self.n_group} instead\nn_group = {valid}"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"`topk_group` must be at most `n_group` ({self.n_group}), but is {self.topk_group} instead\n"
+                f"topk_group = {self.n_group}"
+            )
+        reachable = self.topk_group * (self.experts // self.n_group)
+        if self.top_k > reachable:
+            raise ValueError(
+                f"`top_k` must be at most the {reachable} experts in `topk_group` ({self.topk_group}) of `n_group` "
+                f"({self.n_group}) groups, but is {self.top_k} instead\ntop_k = {reachable}, or more groups"
+            )
+        if self.n_group > 1 and self.experts // self.n_group < 2:
+            raise ValueError(
+                f"`n_group` must leave two experts to a group, whose scores choose it, but is {self.n_group} of "
+                f"{self.experts} experts instead\nn_group = {closest_divisor(max(1, self.experts // 2), self.experts)}"
+            )
         return self
 
 
 class RopeScaling(SpecModel):
     """Rotary positions scaled beyond the length a model was first trained at.
 
-    Of kind "llama3": a pair of features that rotates fewer than `low` times within `original` positions is slowed by
-    `factor`, one that rotates more than `high` times is unchanged, and in between the two are blended. Of kind
-    "linear": all pairs are slowed by `factor`.
+    A pair of features that rotates fewer than `low` times within `original` positions is slowed by `factor`, one that
+    rotates more than `high` times is unchanged, and in between the two are blended: linearly in the number of
+    rotations with kind "llama3", in the number of the pair with kind "yarn" (Peng et al., "YaRN", 2023), which also
+    sharpens attention by a factor that grows with the logarithm of `factor`. Of kind "linear": all pairs are slowed by
+    `factor`.
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     """How positions are scaled."""
     factor: float = Field(gt=0, le=10**6)
     """How many times slower the slowest pairs rotate."""
     low: float = Field(default=1.0, gt=0, le=10**9)
-    """Rotations within `original` positions below which a pair is slowed by the full factor."""
+    """Rotations within `original` positions below which a pair is slowed by the full factor (YaRN's `beta_slow`)."""
     high: float = Field(default=4.0, gt=0, le=10**9)
-    """Rotations above which a pair is unchanged."""
+    """Rotations above which a pair is unchanged (YaRN's `beta_fast`); if omitted, 4 for "llama3" and 32 for "yarn"."""
     original: SequenceLength = 1
     """Positions the model was first trained at; kind "linear" does not need them."""
+    attention_factor: float | None = Field(default=None, gt=0, le=10**6)
+    """Of "yarn": multiplies rotated queries and keys; if omitted, it follows from `factor` and the two `mscale`."""
+    mscale: float | None = Field(default=None, gt=0, le=10**6)
+    """Of "yarn": weight of the logarithm of `factor` in the factor of rotated queries and keys."""
+    mscale_all_dim: float | None = Field(default=None, gt=0, le=10**6)
+    """Of "yarn": the same in what that factor is divided by; latent attention multiplies its scores by its square."""
+    truncate: bool = True
+    """Of "yarn": blend from a whole pair to a whole pair."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_high(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind") == "yarn":
+            return {"high": 32.0} | values
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -82,7 +160,36 @@ class RopeScaling(SpecModel):
             raise ValueError(
                 f"`high` must be above `low` ({self.low}), but is {self.high} instead\nhigh = {4 * self.low}"
             )
+        if self.kind != "yarn":
+            yarn = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True}
+            for field, default in yarn.items():
+                if getattr(self, field) is not default:
+                    raise ValueError(
+                        f'`{field}` has an effect for kind "yarn" only, but the kind is "{self.kind}" instead\n'
+                        f'omit `{field}`, or kind = "yarn"'
+                    )
+        elif (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("`mscale` and `mscale_all_dim` must be given together or not at all\ngive both, or none")
         return self
+
+    @property
+    def rotary_factor(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
+        return self._sharpness(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What latent attention multiplies its scores by, beside `rotary_factor`: features without positions too."""
+        return self._sharpness(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _sharpness(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 class Model(SpecModel):
@@ -146,6 +253,8 @@ class Model(SpecModel):
     """Biases on the query, key and value projections alone."""
     qk_norm: bool = False
     """An RMS norm over every head of the queries and of the keys, before positions are applied."""
+    mla: MLAConfig | None = None
+    """Multi-head latent attention; without it, attention is grouped-query."""
     tied: bool = False
     """Use the token embedding as the output layer too."""
     moe: Moe | None = None
@@ -155,12 +264,13 @@ class Model(SpecModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self._check_mla()
         if self.heads % self.num_kv_heads:
             valid = closest_divisor(self.num_kv_heads, self.heads)
             raise ValueError(
                 f"`kv_heads` must divide `heads` ({self.heads}), but is {self.kv_heads} instead\nkv_heads = {valid}"
             )
-        if self.head_width is None and self.width % self.heads:
+        if self.head_width is None and self.mla is None and self.width % self.heads:
             valid = closest_multiple(self.width, self.heads)
             raise ValueError(
                 f"`width` must be a multiple of `heads` ({self.heads}), but is {self.width} instead\n"
@@ -175,6 +285,11 @@ class Model(SpecModel):
             raise ValueError(
                 f'`position` must be "rope" for `rope_scaling` to have an effect, but is "{self.position}" instead\n'
                 'position = "rope", or omit [model.rope_scaling]'
+            )
+        if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f'`rope_theta` must be above 1 for positions of kind "yarn", but is {self.rope_theta} instead\n'
+                "rope_theta = 10000.0"
             )
         self._check_windows()
         if self.zero_centered_norm and self.norm != "rms":
@@ -234,6 +349,28 @@ class Model(SpecModel):
         """Whether feed-forward networks have a gate."""
         return self.activation != "gelu"
 
+    def _check_mla(self) -> None:
+        """Settings of grouped-query attention have no effect on latent attention."""
+        if self.mla is None:
+            return
+        for field in ("kv_heads", "head_width", "window", "score_softcap", "query_scalar"):
+            if (value := getattr(self, field)) is not None:
+                why = "which has its own" if field in ("kv_heads", "head_width") else "which has none"
+                raise ValueError(
+                    f"`{field}` must be omitted for latent attention, {why}, but is {value} instead\n"
+                    f"omit `{field}`, or [model.mla]"
+                )
+        for field in ("bias", "qkv_bias", "qk_norm", "sinks"):
+            if getattr(self, field):
+                raise ValueError(
+                    f"`{field}` must be false for latent attention, but is true instead\nomit `{field}`, or [model.mla]"
+                )
+        if self.position != "rope":
+            raise ValueError(
+                f'`position` must be "rope" for latent attention, but is "{self.position}" instead\n'
+                'position = "rope", or omit [model.mla]'
+            )
+
     @property
     def num_kv_heads(self) -> int:
         """Key and value heads, with the default filled in."""
@@ -241,8 +378,15 @@ class Model(SpecModel):
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head, with the default filled in."""
+        """Width of one head's query and key, with the default filled in."""
+        if self.mla is not None:
+            return self.mla.qk_head_dim
         return self.head_width or self.width // self.heads
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of one head's value."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     @property
     def mlp_dim(self) -> int:

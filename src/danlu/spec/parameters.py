@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from danlu.spec.model import Model
+from danlu.spec.model import MLAConfig, Model
 from danlu.spec.recipe import OptimizerConfig, OptimizerGroup, OptimizerKind
 
 
@@ -55,16 +55,9 @@ def decoder_parameters(model: Model) -> Iterator[ParameterShape]:
 
 def layer_parameters(model: Model, moe: bool) -> Iterator[ParameterShape]:
     """The parameters of one layer, with experts or without, named from the layer on."""
-    width, head = model.width, model.head_dim
+    width = model.width
     yield from _norm("attention_norm", model)
-    for name, heads in (("q", model.heads), ("k", model.num_kv_heads), ("v", model.num_kv_heads)):
-        yield from _linear(f"attention.{name}", heads * head, width, model.bias or model.qkv_bias)
-    if model.qk_norm:
-        yield ParameterShape("attention.q_norm.weight", (head,))
-        yield ParameterShape("attention.k_norm.weight", (head,))
-    yield from _linear("attention.o", width, model.heads * head, model.bias)
-    if model.sinks:
-        yield ParameterShape("attention.sinks.weight", (model.heads,))
+    yield from _attention(model) if model.mla is None else _latent_attention(model, model.mla)
     yield from _norm("mlp_norm", model)
     if model.post_norms:
         yield from _norm("attention_post_norm", model)
@@ -80,6 +73,30 @@ def layer_parameters(model: Model, moe: bool) -> Iterator[ParameterShape]:
     yield ParameterShape("mlp.experts.down", (experts, hidden, width))
     if model.moe.shared:
         yield from _mlp("mlp.shared", model, model.moe.shared * hidden, bias=False)
+
+
+def _attention(model: Model) -> Iterator[ParameterShape]:
+    head = model.head_dim
+    for name, heads in (("q", model.heads), ("k", model.num_kv_heads), ("v", model.num_kv_heads)):
+        yield from _linear(f"attention.{name}", heads * head, model.width, model.bias or model.qkv_bias)
+    if model.qk_norm:
+        yield ParameterShape("attention.q_norm.weight", (head,))
+        yield ParameterShape("attention.k_norm.weight", (head,))
+    yield from _linear("attention.o", model.width, model.heads * head, model.bias)
+    if model.sinks:
+        yield ParameterShape("attention.sinks.weight", (model.heads,))
+
+
+def _latent_attention(model: Model, mla: MLAConfig) -> Iterator[ParameterShape]:
+    width, heads = model.width, model.heads
+    if mla.q_lora_rank:
+        yield from _linear("attention.q_a", mla.q_lora_rank, width, bias=False)
+        yield ParameterShape("attention.q_a_norm.weight", (mla.q_lora_rank,))
+    yield from _linear("attention.q_b", heads * mla.qk_head_dim, mla.q_lora_rank or width, bias=False)
+    yield from _linear("attention.kv_a", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias=False)
+    yield ParameterShape("attention.kv_a_norm.weight", (mla.kv_lora_rank,))
+    yield from _linear("attention.kv_b", heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank, bias=False)
+    yield from _linear("attention.o", width, heads * mla.v_head_dim, bias=False)
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from danlu.framework.decoder.attention import Attention, Documents
 from danlu.framework.decoder.kv_cache import KVCache
+from danlu.framework.decoder.latent_attention import LatentAttention
 from danlu.framework.decoder.moe import MoeLayer, gate_activation
 from danlu.framework.decoder.norm import build_norm
 from danlu.spec.model import Model
@@ -37,7 +38,7 @@ class Block(nn.Module):
         super().__init__()
         self.window = model.layer_window(layer)
         self.attention_norm = build_norm(model)
-        self.attention = Attention(model, layer)
+        self.attention = LatentAttention(model) if model.mla else Attention(model, layer)
         self.mlp_norm = build_norm(model)
         self.mlp: nn.Module
         if model.is_moe_layer(layer):

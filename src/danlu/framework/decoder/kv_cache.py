@@ -7,11 +7,21 @@ from torch import Tensor
 class KVCache:
     """Keys and values of the positions seen so far, one layer's, in buffers for all positions.
 
-    Shapes: B sequences, S positions, K key-value heads, W width of a head.
+    Latent attention keeps its latent and the shared key instead. Shapes: B sequences, S positions, K key-value heads,
+    W width of a head; values are as wide as keys unless `value_width` is given.
     """
 
-    def __init__(self, shape_BSKW: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._k, self._v = (torch.empty(shape_BSKW, dtype=dtype, device=device) for _ in range(2))
+    def __init__(
+        self,
+        shape_BSKW: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        value_width: int | None = None,
+    ) -> None:
+        *outer, width = shape_BSKW
+        self._k, self._v = (
+            torch.empty((*outer, last), dtype=dtype, device=device) for last in (width, value_width or width)
+        )
         self.length = 0
         """Positions held."""
 

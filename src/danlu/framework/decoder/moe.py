@@ -3,6 +3,7 @@
 Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × top_k), F hidden width of an expert.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -62,10 +63,12 @@ class Router(nn.Module):
         shares_BSE = scores_BSE.softmax(-1)
         scores_BSE = shares_BSE if self.moe.score == "softmax" else scores_BSE.sigmoid()
         # The bias changes the choice, never the weight: balancing must not change the gradient.
-        chosen = (scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
+        chosen = self._limit_groups(scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
         weights = scores_BSE.gather(-1, chosen)
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.moe.routed_scaling_factor != 1.0:
+            weights = weights * self.moe.routed_scaling_factor
         with torch.no_grad():
             counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(
                 1, chosen.flatten(1), torch.ones_like(weights).flatten(1)
@@ -75,6 +78,16 @@ class Router(nn.Module):
                 self.load_E += counts_E
         loss = self._auxiliary_loss(shares_BSE, counts_BE)
         return chosen.flatten(0, 1), weights.flatten(0, 1), counts_E.long(), loss
+
+    def _limit_groups(self, scores_BSE: Tensor) -> Tensor:
+        """Hide the experts outside the `topk_group` groups whose two best experts have the highest sums of scores."""
+        if self.moe.topk_group == self.moe.n_group:
+            return scores_BSE
+        scores_BSGE = scores_BSE.unflatten(-1, (self.moe.n_group, -1))
+        sums_BSG = scores_BSGE.topk(2, dim=-1).values.sum(-1)
+        best = sums_BSG.topk(self.moe.topk_group, dim=-1).indices
+        hidden_BSG = torch.ones_like(sums_BSG, dtype=torch.bool).scatter_(-1, best, False)
+        return scores_BSGE.masked_fill(hidden_BSG[..., None], -math.inf).flatten(-2)
 
     def _auxiliary_loss(self, shares_BSE: Tensor, counts_BE: Tensor) -> Tensor:
         """Load times mean probability of every expert, per sequence: linear over sequences, so no layout changes it.

@@ -6,6 +6,7 @@ from torch import nn
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.decoder.latent_attention import LatentAttention
 from danlu.framework.decoder.moe import MoeLayer
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
@@ -24,14 +25,9 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
         name = f"blocks.{layer}"
         placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
         gather: TPStyle = "regather" if int(layer) in regathered else "gather"
-        placements |= {f"{name}.attention": gather, f"{name}.attention.o": "row"}
-        placements |= {f"{name}.attention.{projection}": "column" for projection in "qkv"}
-        norms = [norm for norm in ("q_norm", "k_norm") if getattr(block.attention, norm) is not None]
-        placements |= {f"{name}.attention.{norm}": "heads" for norm in norms}
+        placements |= _attention_placements(f"{name}.attention", block.get_submodule("attention"), gather)
         post = [norm for norm in ("attention_post_norm", "mlp_post_norm") if getattr(block, norm) is not None]
         placements |= {f"{name}.{norm}": "sequence" for norm in post}
-        if "sinks" in dict(block.get_submodule("attention").named_children()):
-            placements[f"{name}.attention.sinks"] = "per head"
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoeLayer):
             placements[f"{name}.mlp.router.gate"] = "sequence"
@@ -42,6 +38,23 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
     if stage_module.head is not None:
         placements |= {"head.norm": "sequence", "head.score": "logits"}
     return placements
+
+
+def _attention_placements(name: str, attention: nn.Module, gather: TPStyle) -> dict[str, TPStyle]:
+    children = {child for child, module in attention.named_children() if module is not None}
+    if isinstance(attention, LatentAttention):
+        # Positions stay sharded up to the narrow latents; these are kept gathered for the backward pass.
+        placements: dict[str, TPStyle] = {
+            f"{name}.{child}": "sequence" for child in ("q_a", "q_a_norm", "kv_a", "kv_a_norm") if child in children
+        }
+        placements[f"{name}.inputs"] = "joint gather"
+        placements |= {f"{name}.q_b": "joint column", f"{name}.kv_b": "joint column"}
+    else:
+        placements = {name: gather} | {f"{name}.{projection}": "column" for projection in "qkv"}
+        placements |= {f"{name}.{norm}": "heads" for norm in ("q_norm", "k_norm") if norm in children}
+        if "sinks" in children:
+            placements[f"{name}.sinks"] = "per head"
+    return placements | {f"{name}.o": "row"}
 
 
 def _mlp_placements(name: str, mlp: nn.Module, gather: TPStyle) -> dict[str, TPStyle]:
