@@ -35,6 +35,11 @@ def whole_parameters(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in state.named_parameters()}
 
 
+def losses_of(reports: Iterable[StepEvent]) -> list[float]:
+    """The losses of steps, those of multi-token prediction included."""
+    return [loss for report in reports for loss in (report.loss, *(report.mtp_losses or ()))]
+
+
 def write_reference(
     folder: Path, name: str, losses: Sequence[float], norms: Sequence[float], parameters: dict[str, torch.Tensor]
 ) -> None:
@@ -51,7 +56,7 @@ def compare(folder: Path, name: str, reports: Sequence[StepEvent], state: TrainS
         apart = worst(float(np.abs(value.numpy() - arrays[key]).max()) for key, value in parameters.items())
         missing = sorted(set(arrays) - set(parameters))
     return {
-        "loss": relative([report.loss for report in reports], expected["loss"]),
+        "loss": relative(losses_of(reports), expected["loss"]),
         "norm": relative([report.norm for report in reports], expected["norm"]),
         "parameters": apart,
         "missing": missing,

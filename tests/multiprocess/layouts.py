@@ -71,6 +71,8 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
             optimizer = OPTIMIZERS[value]
         elif key == "ema":
             ema = EmaConfig(decay=value)
+        elif key == "mtp":
+            values["mtp"] = {"depth": value, "weight": 0.5}
         elif key == "compute":
             precision = PrecisionConfig(compute=value)
         elif key == "ramp":
@@ -250,6 +252,33 @@ def _layouts() -> list[Layout]:
     moe("muon ep over tp, shared expert", muon | {"shared": 1}, tp=2, ep=2)
     moe("muon hsdp × cp × ep 4", muon, replicate=2, shard=2, cp=2, ep=4)
     moe("muon fsdp × tp × 1f1b × ep", muon, shard=2, tp=2, pp=2, ep=4, microbatches=4)
+    # Multi-token prediction: two modules, on the last stage with a copy of the embedding.
+    ahead = {"mtp": 2}
+
+    def dense_mtp(name: str, **settings: Any) -> None:
+        made.append(Layout(f"mtp {name}", "tiny-llama", _plan(**settings), changes=ahead))
+
+    dense_mtp("accumulate 4", microbatches=4)
+    dense_mtp("fsdp", shard=2)
+    dense_mtp("replicas", replicate=2)
+    dense_mtp("tp", tp=2)
+    dense_mtp("cp", cp=2)
+    dense_mtp("1f1b", pp=2, microbatches=4)
+    dense_mtp("gpipe, 4 stages", pp=4, microbatches=4, schedule="gpipe")
+    dense_mtp("interleaved", pp=2, microbatches=4, schedule="interleaved", per_rank=2)
+    dense_mtp("hsdp, accumulate 2", replicate=2, shard=2, microbatches=2)
+    dense_mtp("fsdp, recompute selective, compiled", shard=2, recompute="selective", compile=True)
+    dense_mtp("tp × 1f1b, recompute full, regathered", tp=2, pp=2, microbatches=4, recompute="full",
+              regather_inputs=True)  # fmt: skip
+    dense_mtp("tp × 1f1b", tp=2, pp=2, microbatches=4)
+    dense_mtp("fsdp × cp × tp", shard=2, cp=2, tp=2)
+    dense_mtp("fsdp × tp × 1f1b", shard=2, tp=2, pp=2, microbatches=4)
+    gpt("mtp tied, fsdp × tp", ahead | {"tied": True}, shard=2, tp=2)
+    gpt("mtp fsdp × 1f1b, ramp", ahead | {"ramp": ((4, 8),)}, shard=2, pp=2, microbatches=4)
+    moe("mtp ep", ahead, shard=2, ep=2)
+    moe("mtp fsdp × tp × 1f1b × ep", ahead | {"balance": "bias", "score": "sigmoid"}, shard=2, tp=2, pp=2, ep=4,
+        microbatches=4)  # fmt: skip
+    moe("mtp muon fsdp × tp × 1f1b × ep", ahead | muon, shard=2, tp=2, pp=2, ep=4, microbatches=4)
     return made
 
 
@@ -270,5 +299,6 @@ QUICK = (
     "fsdp × tp, regathered",
     *("moe fsdp × ep", "moe ep over tp"),
     *("muon hsdp", "muon fsdp × tp"),
+    "mtp tp × 1f1b",
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

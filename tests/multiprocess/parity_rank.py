@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from deviations import compare, whole_parameters, write_reference
+from deviations import compare, losses_of, whole_parameters, write_reference
 from layouts import FP16_LAYOUTS, LAYOUTS, STEPS, Layout, recipe
 from training import train_in_memory
 from worlds import Worlds
@@ -21,8 +21,8 @@ EVERY = [*LAYOUTS, *FP16_LAYOUTS]
 def train_reference(layout: Layout, folder: Path) -> None:
     made = recipe(layout.model, str(folder / "shards"), layout.changes)
     reports, state = train_in_memory(made, Plan(), 0)
-    losses, norms = [report.loss for report in reports], [report.norm for report in reports]
-    write_reference(folder, layout.reference, losses, norms, whole_parameters(state))
+    norms = [report.norm for report in reports]
+    write_reference(folder, layout.reference, losses_of(reports), norms, whole_parameters(state))
 
 
 def train_layout(layout: Layout, rank: int, folder: Path) -> None:

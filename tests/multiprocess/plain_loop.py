@@ -109,6 +109,10 @@ class Objective:
         """Their cross-entropy in some of the rows, summed."""
         return F.cross_entropy(scores(model, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
 
+    def further(self, model: nn.Module, rows: Tensor, sequences: int) -> Tensor | float:
+        """What is minimized as well and reported apart, for some rows of a batch of so many."""
+        return 0.0
+
 
 def scores(model: nn.Module, tokens: Tensor) -> Tensor:
     """What a model of ours or of transformers says of tokens."""
@@ -147,7 +151,7 @@ def train_plainly(
         for number, piece in enumerate(rows.split(batch.sequences // microbatches)):
             words.update(seed=recipe.seed, step=step, microbatch=number)
             share = aim.loss_sum(model, piece) / aim.count(rows)
-            share.backward()
+            (share + aim.further(model, piece, len(rows))).backward()
             loss += share.item()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
@@ -160,7 +164,7 @@ def train_plainly(
                 group["lr"] = rate_of(step, recipe)
             optimizer.step()
         for router, load in loads.items():
-            if taken:
+            if taken and recipe.decoder.moe.balance == "bias":  # type: ignore[union-attr]
                 router.bias_E += recipe.decoder.moe.balance_rate * (load.mean() - load).sign()  # type: ignore
             load.zero_()
         optimizer.zero_grad()

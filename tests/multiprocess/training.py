@@ -51,6 +51,7 @@ def train_in_memory(
         mesh,
         document_mask=recipe.data.document_mask,
         loss_mask=shards.index.has_loss_mask,
+        tokens_ahead=recipe.mtp.depth if recipe.mtp else 0,
     )
     reports: list[StepEvent] = []
     stages = TrainStages(

@@ -75,7 +75,9 @@ class Run:
         self.made, self.samples = made, samples
         self.mesh = build_mesh(plan, World.adopt(), None, experts=has_experts(made.model))
         self.state, self.forward_backward = build_train_state(made, plan, self.mesh)
-        self.feed = BatchLoader(samples, made.batch, made.model.vocabulary, self.mesh)
+        self.feed = BatchLoader(
+            samples, made.batch, made.model.vocabulary, self.mesh, tokens_ahead=made.mtp.depth if made.mtp else 0
+        )
         self.plain = self._same_model()
         self.reports: list[StepEvent] = []
 

@@ -19,7 +19,7 @@ from danlu.dryrun.dry_run import dry_run_ranks
 from danlu.planner import PlanRequest
 from danlu.planner.pricing import software_for
 from danlu.spec.load import load_cluster, load_model
-from danlu.spec.model import MLAConfig
+from danlu.spec.model import MLAConfig, Mtp
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
 from danlu.spec.recipe import BatchConfig, DataConfig, OptimizerConfig, PrecisionConfig, Recipe
 from danlu.spec.recompute import RecomputeLayers
@@ -109,7 +109,14 @@ LATENT = {
     "latent: queries direct: fsdp × tp": (plan(shard=2, tp=4), 8),
 }
 """With multi-head latent attention."""
-LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT
+MTP = {
+    "mtp: fsdp": (plan(shard=8), 8),
+    "mtp: fsdp × tp, recomputed": (plan(shard=4, tp=2, recompute="full", microbatches=2), 8),
+    "mtp: 1f1b × tp": (plan(pp=2, shard=2, tp=2, microbatches=4), 8),
+    "mtp: ep, selective": (plan(shard=8, ep=8, recompute="selective"), 8),
+}
+"""With two modules of multi-token prediction."""
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | MTP
 QUICK = {
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
@@ -118,6 +125,7 @@ QUICK = {
     "fp32: fsdp",
     "muon: hsdp × tp",
     "latent: fsdp × tp, selective",
+    "mtp: 1f1b × tp",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 
@@ -125,7 +133,8 @@ CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for
 def recipe_of(name: str) -> Recipe:
     """Eight layers of a model with experts or without."""
     wanted, sequences = LAYOUTS[name]
-    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8})
+    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b")
+    model = model.model_copy(update={"layers": 8, "mtp": Mtp(depth=2) if name in MTP else None})
     if name in LATENT:
         queries = None if "direct" in name else 1536
         mla = MLAConfig(

@@ -6,7 +6,7 @@ from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.software import HSDP, ZERO_3
 from danlu.cost.stage_contents import LayerKind, RankParameters, StageContents, rank_parameters, stage_contents
-from danlu.ops import attention
+from danlu.ops import attention, mtp
 from danlu.ops.layer_shard import LayerShard
 
 
@@ -54,6 +54,15 @@ class LayoutShapes:
     def rank_parameters(self, contents: StageContents) -> RankParameters:
         """Parameters of a rank before they are sharded over data-parallel ranks."""
         return rank_parameters(self.shape, contents, self.layout.tp, self.layout.ep, self.software.expert_tp)
+
+    def project_gradient_bytes(self, contents: StageContents) -> float:
+        """Bytes of a step that `tp` ranks all-reduce: the gradient of what multi-token prediction does not shard.
+
+        In the precision of activations after every microbatch, or once in that of gradients.
+        """
+        software, often = self.software, self.layout.microbatches
+        each = software.gradient_bytes if self.defers_reduce else often * software.activation_bytes
+        return float(contents.mtp * each * mtp.project_parameters(self.shape)) if self.layout.tp > 1 else 0.0
 
     def layer_time(self, kind: LayerKind) -> LayerTime:
         """Time of one layer for one microbatch."""

@@ -71,6 +71,7 @@ def muon_work(traits: MuonTraits, contents: StageContents, layout: ParallelLayou
         traits,
         contents.layers - contents.moe,
         contents.moe,
+        contents.mtp,
         layout.replicate,
         groups.dense.per_group,
         layout.tp,
@@ -81,10 +82,18 @@ def muon_work(traits: MuonTraits, contents: StageContents, layout: ParallelLayou
 
 @lru_cache(maxsize=4096)
 def _work(
-    traits: MuonTraits, dense_layers: int, moe_layers: int, replicate: int, shard: int, tp: int, ep: int, apart: int
+    traits: MuonTraits,
+    dense_layers: int,
+    moe_layers: int,
+    mtp: int,
+    replicate: int,
+    shard: int,
+    tp: int,
+    ep: int,
+    apart: int,
 ) -> MuonWork:
-    counted = [(kind, layers) for kinds, layers in ((traits.dense, dense_layers), (traits.moe, moe_layers))
-               for kind in kinds]  # fmt: skip
+    often = ((traits.dense, dense_layers), (traits.moe, moe_layers), (traits.mtp, mtp))
+    counted = [(kind, layers) for kinds, layers in often for kind in kinds]
     plain = [(kind, layers) for kind, layers in counted if not kind.experts]
     routed = [(kind, layers) for kind, layers in counted if kind.experts]
     shapes = [(kind.rows, kind.columns) for kind, layers in plain for _ in range(layers)]

@@ -6,11 +6,13 @@ position table of `sequence` rows if positions are learned, and a head that is t
 every projection of attention and of the dense feed-forward network has one, with `qkv_bias` those of queries, keys and
 values; router, experts, shared experts and head never have. With `qk_norm` queries and keys have a norm of one head's
 width each; the latents of MLA have one each. The shared experts of a layer are one network of their joint width.
+Multi-token prediction has modules of a layer like the last, three norms and a projection of two streams to one; the
+tables and the head are the model's.
 """
 
 from dataclasses import dataclass
 
-from danlu.ops import attention, embedding_head, experts, mlp, norm
+from danlu.ops import attention, embedding_head, experts, mlp, mtp, norm
 from danlu.ops.model_shape import model_shape
 from danlu.spec.model import Model
 
@@ -74,8 +76,9 @@ def flops_per_token(model: Model, length: int) -> float:
     multiplied = count_active_parameters(model) - count_embedding_parameters(model)
     if model.tied:
         multiplied += embedding_head.table_parameters(model_shape(model))
-    head = (model.head_dim + model.v_head_dim) / 2
-    return 6.0 * multiplied + 6.0 * model.layers * model.heads * head * length
+    multiplied += model.mtp_depth * embedding_head.table_parameters(model_shape(model))  # the head once more for each
+    head, layers = (model.head_dim + model.v_head_dim) / 2, model.layers + model.mtp_depth
+    return 6.0 * multiplied + 6.0 * layers * model.heads * head * length
 
 
 def count_layer_parameters(model: Model, layer: int) -> LayerParameters:
@@ -96,13 +99,15 @@ def count_layer_parameters(model: Model, layer: int) -> LayerParameters:
 def _layers(model: Model) -> list[tuple[int, LayerParameters]]:
     """The kinds of layers a model has, each with how many there are."""
     dense = model.moe.dense_layers if model.moe else model.layers
-    kinds = [(dense, 0), (model.layers - dense, model.layers - 1)]
+    last = model.mtp_depth  # layers of multi-token prediction are like the last
+    kinds = [(dense, 0), (model.layers - dense, model.layers - 1), (last, model.layers - 1)]
     return [(count, count_layer_parameters(model, layer)) for count, layer in kinds if count]
 
 
 def _outside_layers(model: Model) -> int:
     head = 0 if model.tied else embedding_head.table_parameters(model_shape(model))
-    return count_embedding_parameters(model) + _norm(model) + head
+    ahead = model.mtp_depth * (3 * _norm(model) + mtp.project_parameters(model_shape(model)))
+    return count_embedding_parameters(model) + _norm(model) + head + ahead
 
 
 def _norm(model: Model) -> int:

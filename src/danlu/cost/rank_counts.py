@@ -10,7 +10,7 @@ from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.muon import muon_work
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
 from danlu.cost.stage_contents import LayerKind, StageContents
-from danlu.ops import attention, embedding_head, experts, layer, mlp
+from danlu.ops import attention, embedding_head, experts, layer, mlp, mtp
 from danlu.ops.recompute import RERUN
 from danlu.spec.plan import stages_of_rank
 
@@ -62,7 +62,8 @@ class RankCounter(LayoutShapes):
             again = linear + core - (last.flops if last else 0.0) if recompute == "full" else 0.0
             total += count * (3 * linear + (1 + attention.BACKWARD_TO_FORWARD) * core + again)
         if contents.has_head:
-            total += 3 * embedding_head.head_flops(shard)
+            total += 3 * (1 + contents.mtp) * embedding_head.head_flops(shard)
+        total += 3 * contents.mtp * mtp.project_matmul(shard).flops
         return self.layout.microbatches * total
 
     def _tensor(self, contents: StageContents) -> float:
@@ -88,9 +89,10 @@ class RankCounter(LayoutShapes):
                 gathered = inputs if recompute == "elementwise" or not self.shape.mla else 0.0
                 block += (gathered + mlps * stream) / tp
             total += count * block
-        total += (contents.has_embedding + contents.has_head) * both
+        # Multi-token prediction looks up and scores once more for every module.
+        total += (contents.has_embedding + contents.has_head + 2 * contents.mtp) * both
         copied = contents.layers * self.replicated_gradient_bytes
-        return self.layout.microbatches * (total + copied)
+        return self.layout.microbatches * (total + copied) + self.project_gradient_bytes(contents)
 
     def _context(self, contents: StageContents) -> float:
         """All-to-all between heads and positions, both ways."""
@@ -123,7 +125,8 @@ class RankCounter(LayoutShapes):
             if dense and contents.has_head and layout.reshard_after_forward:
                 # The backward pass begins with the head, so it is not freed in between.
                 table = embedding_head.table_parameters(self.shape) / layout.tp
-                total -= table * layout.microbatches * self.software.parameter_bytes / ranks
+                more = mtp.table_gathers(contents.mtp) - 1
+                total += more * table * layout.microbatches * self.software.parameter_bytes / ranks
         return total
 
     def _replicate(self, contents: StageContents) -> float:
@@ -144,7 +147,14 @@ class RankCounter(LayoutShapes):
         mine = stages_of_rank(rank, layout.pp, layout.stages_per_rank, zigzag=layout.schedule == "zbv")
         ends = sum(stage in mine for stage in (0, stages - 1))
         same_rank = 2 if layout.schedule == "zbv" and rank == layout.pp - 1 else 0
-        return layout.microbatches * stream * (2 * len(mine) - ends - same_rank)
+        return layout.microbatches * stream * (2 * len(mine) - ends - same_rank) + self._embedding_copy(rank)
+
+    def _embedding_copy(self, rank: int) -> float:
+        """Bytes of a rank's shard of the token table to its copy, or of the copy's gradient back, in fp32."""
+        if not self.shape.mtp or rank not in (0, self.layout.pp - 1):
+            return 0.0
+        shards = self.groups.dense.shards(self.sharding.optimizer)
+        return 4.0 * embedding_head.table_parameters(self.shape) / self.layout.tp / shards
 
 
 def _passes(kind: LayerKind) -> int:

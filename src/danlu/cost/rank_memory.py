@@ -15,6 +15,7 @@ from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.ops.attention import mask_bytes
 from danlu.ops.embedding_head import logit_elements, loss_bytes, table_parameters
 from danlu.ops.layer import deferred_gradient_elements
+from danlu.ops.mtp import kept_loss_bytes, saved_bytes
 
 MOMENT_BYTES = 4
 """Bytes of a moment of a parameter, in fp32: Muon has one less than AdamW."""
@@ -48,6 +49,10 @@ class RankMemoryEstimator(LayoutShapes):
         kept = 0.0
         for kind, count in contents.runs:
             kept += count * self.layer_bytes(kind)[0]
+        kept += contents.mtp * saved_bytes(self.shard, software.activation_bytes, software.eager)
+        if contents.has_embedding_copy:  # it has no moments: the first stage owns the table
+            table = table_parameters(self.shape) / layout.tp / self.groups.dense.shards(self.sharding.optimizer)
+            states = states[0], states[1], states[2] - 2 * MOMENT_BYTES * table
         if software.document_mask:
             kept += layout.stages_per_rank * mask_bytes(self.shard, software.activation_bytes)
         gathered = gathered_bytes(
@@ -144,10 +149,12 @@ class RankMemoryEstimator(LayoutShapes):
             moments.append(at(kept * before, 0.0, gradients + max(layer, ends) * each, 0.0))
         if contents.has_head:
             together = layout.microbatches if layout.schedule == "gpipe" and layout.pp > 1 else 1
-            logits = self._loss_bytes(together)
+            ahead = contents.mtp * kept_loss_bytes(self.shard)
+            logits = self._loss_bytes(together) + ahead
             moments.append(at(kept * flight + 4 * stream, logits, later, gathered.head))
             if together > 1:
-                moments.append(at(kept * before + 4 * stream, self._loss_bytes(together - 1), gradients, gathered.head))
+                earlier = self._loss_bytes(together - 1) + (together - 1) * ahead
+                moments.append(at(kept * before + 4 * stream, earlier, gradients, gathered.head))
         # At the end the largest unit's gradients are being reduced; in a pipeline all are accumulated by then.
         unit = max(ends, layer)
         new = 0.0 if self.defers_reduce else unit * each

@@ -4,7 +4,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from danlu.ops import attention, embedding_head, experts, mlp
+from danlu.ops import attention, embedding_head, experts, mlp, mtp
 from danlu.ops.model_shape import ModelShape
 from danlu.ops.recompute import Recompute
 from danlu.spec.plan import split_layers_evenly, stages_of_rank
@@ -24,6 +24,8 @@ class StageContents(NamedTuple):
     """Its layers in order, as runs of one kind and their lengths."""
     has_embedding: bool
     has_head: bool
+    mtp: int = 0
+    """How many of its layers belong to multi-token prediction: the last of the last stage."""
 
     @property
     def layers(self) -> int:
@@ -34,6 +36,11 @@ class StageContents(NamedTuple):
     def moe(self) -> int:
         """Layers with experts."""
         return sum(count for kind, count in self.runs if kind.moe)
+
+    @property
+    def has_embedding_copy(self) -> bool:
+        """Whether multi-token prediction keeps a copy of the first stage's token table here, without its states."""
+        return self.mtp > 0 and not self.has_embedding
 
 
 class RankParameters(NamedTuple):
@@ -68,6 +75,7 @@ def stage_contents(
         modes = [recompute] * count if isinstance(recompute, str) else recompute[first : first + count]
         held.append([LayerKind(layer >= shape.dense_layers, mode) for layer, mode in enumerate(modes, start=first)])
         first += count
+    held[-1] += [held[-1][-1]] * shape.mtp
     ranks = []
     for rank in range(pp):
         mine = stages_of_rank(rank, pp, stages_per_rank, zigzag=zigzag)
@@ -77,6 +85,7 @@ def stage_contents(
                 tuple((kind, len([*same])) for kind, same in runs),
                 has_embedding=0 in mine,
                 has_head=stages - 1 in mine,
+                mtp=shape.mtp if stages - 1 in mine else 0,
             )
         )
     return tuple(ranks)
@@ -103,6 +112,9 @@ def rank_parameters(shape: ModelShape, contents: StageContents, tp: int, ep: int
     if contents.has_embedding:
         dense += table + embedding_head.position_parameters(shape)
     if contents.has_head and not (shape.tied and contents.has_embedding):
+        dense += table
+    dense += contents.mtp * mtp.project_parameters(shape)
+    if contents.has_embedding_copy:
         dense += table
     routed = shape.experts * experts.expert_parameters(shape)
     return RankParameters(dense, contents.moe * (routed // (ep * expert_tp)))

@@ -36,6 +36,7 @@ from danlu.cost.software import DANLU, Software
 from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.cost.stragglers import straggler_slowdown
 from danlu.ops.embedding_head import table_parameters
+from danlu.ops.mtp import table_gathers
 from danlu.ops.recompute import plan_recompute
 from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model
@@ -226,8 +227,9 @@ class _StepEstimator(LayoutShapes):
         layout = self.layout
         if layout.reshard_after_forward:
             # The backward pass begins with the head, so it is not freed in between.
-            kept = table_parameters(self.shape) / layout.tp if contents.has_head else 0.0
-            return gather, gather * (1 - kept / (mine.dense + mine.experts)) + scatter
+            table = table_parameters(self.shape) / layout.tp / (mine.dense + mine.experts) if contents.has_head else 0.0
+            again = table * table_gathers(contents.mtp) / 2
+            return gather * (1 + again), gather * (1 - table + again) + scatter
         if layout.microbatches > 1 and layout.pp > 1:
             often = gathers_per_stage(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
             gather *= min(1.0, often / layout.microbatches)
@@ -306,8 +308,11 @@ class _StepEstimator(LayoutShapes):
             reduce = exposed_time(reduce, stage.backward, self.overheads.contention)
             gather = exposed_time(gather, stage.forward, self.overheads.contention)
         tied = 0.0
-        if self.shape.tied and self.layout.pp > 1 and (contents.has_embedding or contents.has_head):
+        ends = self.layout.pp > 1 and (contents.has_embedding or contents.has_head)
+        if ends and (self.shape.tied or self.shape.mtp):
             table = table_parameters(self.shape) / self.layout.tp * software.gradient_bytes
+            if self.shape.mtp:  # the values there and the gradient back, of a rank's shard
+                table *= 2 / self.groups.dense.shards(self.sharding.optimizer)
             tied = p2p_time(self.network, outermost_level(self.groups.pp), table)
         phase = {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
         if software.muon:

@@ -24,10 +24,12 @@ from danlu.framework.build import ForwardBackward, build_train_state
 from danlu.framework.decoder.moe import LocalDispatcher
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loop import TrainStages, take_step
+from danlu.framework.mtp_passes import MtpPasses
+from danlu.framework.owned_parameters import copied_parameters
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics
-from danlu.parallel.batch import Batch
+from danlu.parallel.batch import Batch, TokensAhead
 from danlu.parallel.expert import AllToAllDispatcher
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.cluster import Cluster
@@ -187,31 +189,44 @@ class _ZeroBatch:
         degrees = mesh.plan.degrees
         self.rows, self.length = recipe.batch.sequences // degrees.dp, recipe.batch.length // degrees.cp
         self.positions = recipe.batch.length if recipe.data.document_mask else 0
+        self.ahead = recipe.mtp.depth if recipe.mtp else 0
 
     def at(self, cursor: int) -> Batch:
         tokens_BS = torch.zeros(self.rows, self.length, dtype=torch.int64)
-        if not self.positions:
-            return Batch(tokens_BS, tokens_BS.clone())
-        positions = torch.zeros(self.rows, self.positions, dtype=torch.int64)
-        return Batch(tokens_BS, tokens_BS.clone(), positions, tokens_BS.numel())
+        positions = torch.zeros(self.rows, self.positions, dtype=torch.int64) if self.positions else None
+        counted = tokens_BS.numel() if self.positions else None
+        return Batch(tokens_BS, tokens_BS.clone(), positions, counted, self._tokens_ahead())
+
+    def _tokens_ahead(self) -> TokensAhead | None:
+        if not self.ahead:
+            return None
+        tokens_BKS = torch.zeros(self.rows, self.ahead, self.length, dtype=torch.int64)
+        counted = (tokens_BKS[:, 0].numel(),) * self.ahead if self.positions else None
+        return TokensAhead(tokens_BKS, tokens_BKS.clone(), counted)
 
 
 def _tag_state_memory(live: LiveMemoryTracker, state: TrainState) -> None:
     for name, tensor in state.tensors().items():
         live.tag([tensor], "parameters" if name.startswith("model.") else "optimizer")
     for stage_module in state.stage_modules:
-        live.tag(stage_module.buffers(), "parameters")
+        live.tag([*stage_module.buffers(), *copied_parameters(stage_module)], "parameters")
+
+
+def _main_passes(forward_backward: ForwardBackward) -> object:
+    """What runs the microbatches."""
+    return forward_backward.passes if isinstance(forward_backward, MtpPasses) else forward_backward
 
 
 def _track_passes(forward_backward: ForwardBackward, tracker: ModuleTracker) -> None:
     """Track what no module does: the loss, whose logits are often the largest activation, and backward passes."""
-    if isinstance(forward_backward, PipelineRunner):
-        wrap_schedule_loss(forward_backward.schedule, partial(tracker.as_module, "loss"))
-        for stage in forward_backward.stages:
+    passes = _main_passes(forward_backward)
+    if isinstance(passes, PipelineRunner):
+        wrap_schedule_loss(passes.schedule, partial(tracker.as_module, "loss"))
+        for stage in passes.stages:
             for name in ("backward_one_chunk", "backward_weight_one_chunk"):
                 setattr(stage, name, tracker.as_backward(getattr(stage, name)))
-    elif isinstance(forward_backward, GradientAccumulation):
-        forward_backward.loss = tracker.as_module("loss", forward_backward.loss)
+    elif isinstance(passes, GradientAccumulation):
+        passes.loss = tracker.as_module("loss", passes.loss)
 
 
 @contextmanager
@@ -232,5 +247,6 @@ def assume_balanced_routing(state: TrainState) -> None:
 
 def _skip_shape_inference(forward_backward: ForwardBackward) -> None:
     """Skip the collective in which pipeline ranks agree on shapes: there are no peers to answer."""
-    if isinstance(forward_backward, PipelineRunner):
-        skip_shape_exchange(forward_backward.schedule, forward_backward.stages)
+    passes = _main_passes(forward_backward)
+    if isinstance(passes, PipelineRunner):
+        skip_shape_exchange(passes.schedule, passes.stages)

@@ -22,7 +22,7 @@ from danlu.torch_compat import (
 
 _LEAF = (1 << 64) - 1
 """Sequence number of the nodes that accumulate gradients; they belong to what ran before them."""
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(?<!mtp\.)\d+(?=\.|$)")
 
 
 def mask_layer_numbers(module: str) -> str:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from danlu.chips.accelerator import copy_to_device
 from danlu.comm.mesh import ParallelMesh
-from danlu.parallel.batch import IGNORE_INDEX, Batch
+from danlu.framework.tokens_ahead import shift_ahead
+from danlu.parallel.batch import IGNORE_INDEX, Batch, TokensAhead
 from danlu.spec.recipe import BatchConfig
 from danlu.storage.data.shuffle import IntArray
 from danlu.storage.data.token_marks import unpack_marks
@@ -58,11 +59,13 @@ class BatchLoader:
         *,
         document_mask: bool = False,
         loss_mask: bool = False,
+        tokens_ahead: int = 0,
     ) -> None:
         """`prefetch` batches are read in the background; an error there is raised when its batch is requested.
 
         With `loss_mask` the loss counts what the marks of the samples say; with `document_mask` also no prediction of
-        a document's first token, and batches have the positions of tokens in their documents.
+        a document's first token, and batches have the positions of tokens in their documents. `tokens_ahead` is how
+        many tokens multi-token prediction predicts beyond the next one.
         """
         self.samples, self.document_mask = samples, document_mask
         self.marked: MarkedSampleSource | None = None
@@ -76,7 +79,7 @@ class BatchLoader:
         self.data_shard = (mesh.dp_rank, mesh.plan.degrees.dp)
         self.length = batch.length // mesh.size("cp")
         self.first_column = mesh.coordinate("cp") * self.length
-        self.prefetch = prefetch
+        self.prefetch, self.tokens_ahead = prefetch, tokens_ahead
         self._pending: dict[int, Future[Batch]] = {}
 
     def at(self, cursor: int) -> Batch:
@@ -100,15 +103,24 @@ class BatchLoader:
         indices = rank_sample_indices(cursor, self.batch.sequences_at(cursor), *self.data_shard)
         if self.marked is None:
             tokens = self.samples.read_samples(indices)
-            return self._batch(cursor, tokens, tokens[:, 1:])
+            return self._batch(cursor, tokens, tokens[:, 1:], shift_ahead(tokens, self.tokens_ahead))
         tokens, ends, counted = unpack_marks(self.marked.read_words(indices))
         excluded = ~counted[:, 1:]
         if self.document_mask:
             excluded |= ends[:, :-1]  # the last token of a document does not predict the next document
         targets = np.where(excluded, IGNORE_INDEX, tokens[:, 1:])
-        return self._batch(cursor, tokens, targets, document_positions(ends[:, :-1]) if self.document_mask else None)
+        ahead = shift_ahead(tokens, self.tokens_ahead, counted, ends if self.document_mask else None)
+        positions = document_positions(ends[:, :-1]) if self.document_mask else None
+        return self._batch(cursor, tokens, targets, ahead, positions)
 
-    def _batch(self, cursor: int, tokens: IntArray, targets: IntArray, positions: IntArray | None = None) -> Batch:
+    def _batch(
+        self,
+        cursor: int,
+        tokens: IntArray,
+        targets: IntArray,
+        ahead: tuple[IntArray, IntArray],
+        positions: IntArray | None = None,
+    ) -> Batch:
         """This rank's columns, on its device; positions of all columns."""
         if (highest := int(tokens.max())) >= self.vocabulary:  # a sharded embedding would return zeros for it
             raise ValueError(
@@ -121,6 +133,13 @@ class BatchLoader:
             self._on_device(targets),
             None if positions is None else self._on_device(positions),
             None if self.marked is None else int((targets != IGNORE_INDEX).sum()),
+            self._tokens_ahead(ahead[0][..., columns], ahead[1][..., columns]) if self.tokens_ahead else None,
+        )
+
+    def _tokens_ahead(self, inputs: IntArray, targets: IntArray) -> TokensAhead:
+        counted = None if self.marked is None else (targets != IGNORE_INDEX).sum((0, 2))
+        return TokensAhead(
+            self._on_device(inputs), self._on_device(targets), None if counted is None else tuple(map(int, counted))
         )
 
     def _on_device(self, array: IntArray) -> torch.Tensor:

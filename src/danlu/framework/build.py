@@ -13,10 +13,12 @@ from danlu.framework import precision
 from danlu.framework.batch_ramp import RampedPasses
 from danlu.framework.custom.adapter import CustomModelAdapter
 from danlu.framework.decoder.adapter import DecoderAdapter
+from danlu.framework.decoder.mtp import MtpModule
 from danlu.framework.ema import ParameterEma
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loss_scale import LossScaler, build_loss_scaler
 from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
+from danlu.framework.mtp_passes import MtpPasses
 from danlu.framework.optimizer import build_optimizer
 from danlu.framework.state import TrainState
 from danlu.framework.step_guard import StepGuard
@@ -35,6 +37,8 @@ class ForwardBackward(Protocol):
 
     def __call__(self, batch: Batch, counted: Tensor | None = None) -> Tensor:
         """Leaves gradients, and returns this rank's share of the mean loss over the global batch.
+
+        With multi-token prediction a vector, in which the losses of its modules follow.
 
         `counted` is how many targets of the global batch count (`all_reduce_counted`); None if all of them do.
         """
@@ -68,6 +72,7 @@ def build_train_state(
     else:
         forward_backward = passes(plan.microbatches, recipe.batch.tokens)
     blocks = [block for module in modules for block in adapter.blocks(module)]
+    blocks += [each.project for module in modules for each in module.modules() if isinstance(each, MtpModule)]
     state = TrainState(
         modules,
         build_optimizer(modules, recipe.optimizer, blocks),
@@ -95,6 +100,16 @@ def _passes(
     loss: MeanLoss = partial(_loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
     if scaler:
         loss = partial(_scaled, loss, scaler)
+    passes = _main_passes(plan, mesh, adapter, modules, loss, microbatches)
+    if recipe.mtp is None:
+        return passes
+    return MtpPasses(passes, recipe.mtp, modules, mesh, tokens // recipe.batch.length, recipe.batch.length)
+
+
+def _main_passes(
+    plan: Plan, mesh: ParallelMesh, adapter: ModelAdapter, modules: list[nn.Module], loss: MeanLoss, microbatches: int
+) -> ForwardBackward:
+    """The same, as far as the main loss needs it."""
     if plan.degrees.pp == 1:
         return GradientAccumulation(modules[0], loss, microbatches)
     group, stages = mesh.group("pp"), plan.stages_of_rank(mesh.coordinate("pp"))

@@ -36,4 +36,6 @@ def event_metrics(event: Event) -> tuple[int, dict[str, float]] | None:
         metrics["loss scale"] = event.loss_scale
     if event.counted is not None:
         metrics["tokens counted"] = float(event.counted)
+    for ahead, loss in enumerate(event.mtp_losses or (), start=2):
+        metrics[f"mtp loss/{ahead} ahead"] = loss
     return event.step, metrics

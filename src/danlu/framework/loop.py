@@ -131,5 +131,6 @@ def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: Tra
         imbalance=metrics.imbalance,
         counted=None if counted is None else int(counted),
         loss_scale=scale,
+        mtp_losses=metrics.mtp_losses,
     )
     return StepResult(event, verdict, metrics.stop_requested)

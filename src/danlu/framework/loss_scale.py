@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.moe import Router
 from danlu.framework.step_metrics import StepMetrics
 from danlu.spec.recipe import LossScaleConfig, PrecisionConfig
@@ -36,8 +37,10 @@ class LossScaler:
         return loss * self.scale
 
     def set_auxiliary(self, stage_modules: Iterable[nn.Module]) -> None:
-        """Scale the auxiliary losses of routers too, whose gradients do not start at the loss."""
+        """Scale the losses of routers and of multi-token prediction too, whose gradients do not start at the loss."""
         for stage_module in stage_modules:
+            if isinstance(stage_module, Decoder) and stage_module.mtp_losses is not None:
+                stage_module.mtp_losses.loss_scale = self.scale
             for module in stage_module.modules():
                 if isinstance(module, Router):
                     module.loss_scale = self.scale

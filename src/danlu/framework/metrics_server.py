@@ -52,6 +52,8 @@ class RunMetrics:
                 gauge("step_seconds", event.seconds, "Seconds of the newest step.")
                 gauge("tokens_per_second", event.tokens / event.seconds, "Tokens per second of the newest step.")
                 gauge("memory_bytes", event.memory, "Largest memory of any rank so far.")
+                for ahead, loss in enumerate(event.mtp_losses or (), start=2):
+                    gauge(f'mtp_loss{{ahead="{ahead}"}}', loss, "Loss of a module of multi-token prediction.")
                 if event.imbalance is not None:
                     gauge("expert_imbalance", event.imbalance, "Load of the busiest expert over the mean.")
             case EvaluationEvent():

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from danlu.framework.decoder.moe import Experts
 from danlu.framework.muon import Muon
+from danlu.framework.owned_parameters import owned_parameters
 from danlu.framework.precision import DTYPES
 from danlu.spec.parameters import ParameterSettings, parameter_settings
 from danlu.spec.recipe import DecayShape, LRSchedule, OptimizerConfig, OptimizerKind
@@ -76,7 +77,7 @@ def param_groups(
     muon = set(matrices)
     groups: dict[tuple[ParameterSettings, bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for stage_module in stage_modules:
-        for name, parameter in stage_module.named_parameters():
+        for name, parameter in owned_parameters(stage_module):
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             settings = parameter_settings(name, parameter.ndim, parameter in muon, config)
             groups.setdefault((settings, parameter.ndim > 1, mesh), []).append(parameter)

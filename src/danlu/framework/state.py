@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from danlu.framework.ema import ParameterEma
 from danlu.framework.layer_seeds import LayerSeeds, hash_seed
 from danlu.framework.loss_scale import LossScaler
+from danlu.framework.owned_parameters import owned_parameters, owned_tensors
 from danlu.framework.step_guard import StepGuard
 
 
@@ -39,7 +40,7 @@ class TrainState:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that this rank holds a shard of, by global name."""
         for stage_module in self.stage_modules:
-            yield from stage_module.named_parameters()
+            yield from owned_parameters(stage_module)
 
     def parameters(self) -> list[nn.Parameter]:
         """The same, without names."""
@@ -90,7 +91,7 @@ class TrainState:
         return {
             f"model.{name}": tensor
             for stage_module in self.stage_modules
-            for name, tensor in stage_module.state_dict().items()
+            for name, tensor in owned_tensors(stage_module).items()
         }
 
     def scalars(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Loss, norm, memory and expert load of a step, over all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +23,26 @@ class StepMetrics:
     imbalance: float | None
     stop_requested: bool
     """A rank was asked to stop."""
+    mtp_losses: tuple[float, ...] | None = None
+    """Mean loss of every module of multi-token prediction; None without it."""
 
 
 def compute_step_metrics(
     modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool
 ) -> StepMetrics:
-    """Metrics of one step over all ranks, which hold `modules`; `loss` is this rank's share of the mean."""
+    """Metrics of one step over all ranks, which hold `modules`; `loss` is this rank's share of the mean.
+
+    As a vector it is followed by those of multi-token prediction.
+    """
     shares, largest = all_reduce_metrics(modules, mesh, loss, memory, stop)
-    total_loss, square, total_uneven, total_layers, stops = shares.tolist()
+    total_loss, square, total_uneven, total_layers, stops, *further = shares.tolist()
     return StepMetrics(
         loss=total_loss,
         norm=square**0.5,
         memory=int(largest),
         imbalance=total_uneven / total_layers if total_layers else None,
         stop_requested=stops > 0,
+        mtp_losses=tuple(further) or None,
     )
 
 
@@ -51,13 +57,15 @@ def all_reduce_metrics(
     uneven, layers = _expert_load(modules, mesh)
     stage_ranks = mesh.plan.degrees.ranks_per_stage
     parameters = [parameter for module in modules for parameter in module.parameters()]
+    main, *further = (loss.float() / mesh.size("tp")).reshape(-1).unbind()  # a tp group computed the same loss
     shares = torch.stack(
         [
-            loss.float() / mesh.size("tp"),  # ranks of one tp group computed the same loss
+            main,
             local_squared_norm(parameters, stage_ranks, mesh.device),
             uneven / stage_ranks,
             torch.tensor(layers / stage_ranks, device=mesh.device),
             torch.tensor(float(stop), device=mesh.device),
+            *further,
         ]
     )
     largest = torch.tensor(float(memory), device=mesh.device)
@@ -71,9 +79,12 @@ def all_reduce_counted(batch: Batch, mesh: ParallelMesh) -> Tensor | None:
 
     One small all-reduce; none where all targets count (None).
     """
-    if batch.counted is None:
-        return None
-    counted = torch.tensor(batch.counted, device=mesh.device)
+    return None if batch.counted is None else all_reduce_counts(batch.counted, mesh)
+
+
+def all_reduce_counts(mine: int | Sequence[int], mesh: ParallelMesh) -> Tensor:
+    """Counts of this rank's targets, added up over the global batch."""
+    counted = torch.tensor(mine, device=mesh.device)
     if group := mesh.group("replicate", "shard", "cp", "tp"):
         dist.all_reduce(counted, group=group)
     return counted // mesh.size("tp")  # ranks of one tp group counted the same targets

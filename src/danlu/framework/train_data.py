@@ -31,6 +31,7 @@ class TrainData:
             mesh,
             document_mask=recipe.data.document_mask,
             loss_mask=self.dataset.has_loss_mask,
+            tokens_ahead=recipe.mtp.depth if recipe.mtp else 0,
         )
         self.refresh(cursor)
 

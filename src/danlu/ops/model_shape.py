@@ -29,6 +29,8 @@ class ModelShape(NamedTuple):
     expert_width: int
     shared_width: int
     mla: MLAConfig | None
+    mtp: int = 0
+    """Modules of multi-token prediction, each with a layer like the last."""
 
     @property
     def rotated_dim(self) -> int:
@@ -63,4 +65,5 @@ def model_shape(model: Model) -> ModelShape:
         expert_width=moe.width if moe else 0,
         shared_width=moe.shared * moe.width if moe else 0,
         mla=model.mla,
+        mtp=model.mtp_depth,
     )

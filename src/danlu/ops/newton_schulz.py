@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from danlu.ops.layer_shard import Matmul
 from danlu.spec.model import Model
-from danlu.spec.parameters import is_hidden_matrix, layer_parameters, parameter_settings
+from danlu.spec.parameters import is_hidden_matrix, layer_parameters, mtp_parameters, parameter_settings
 from danlu.spec.recipe import OptimizerConfig
 
 ROUND_ELEMENTS = 1 << 24
@@ -48,6 +48,8 @@ class MuonTraits(NamedTuple):
     """Of a layer without experts."""
     moe: tuple[MatrixKind, ...]
     """Of a layer with experts."""
+    mtp: tuple[MatrixKind, ...] = ()
+    """Of a module of multi-token prediction, beside those of its layer."""
 
     @property
     def element_bytes(self) -> int:
@@ -70,7 +72,19 @@ def muon_traits(model: Model, config: OptimizerConfig) -> MuonTraits | None:
             settings = parameter_settings(full, len(shape), is_hidden_matrix(full, shape), config)
             if settings.kind == "muon":
                 found.append(MatrixKind(shape[-2], shape[-1], shape[0] if len(shape) == 3 else 0))
-    return MuonTraits(config.newton_schulz_steps, config.newton_schulz_dtype, tuple(kinds[False]), tuple(kinds[True]))
+    joined = [
+        MatrixKind(*shape)
+        for name, shape in (mtp_parameters(model) if model.mtp else ())
+        if not name.startswith("block.")
+        and parameter_settings(f"mtp.0.{name}", len(shape), len(shape) == 2, config).kind == "muon"
+    ]
+    return MuonTraits(
+        config.newton_schulz_steps,
+        config.newton_schulz_dtype,
+        tuple(kinds[False]),
+        tuple(kinds[True]),
+        tuple(joined),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,24 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
+class TokensAhead:
+    """The tokens that the modules of multi-token prediction read at every position, and those they are to predict."""
+
+    tokens: Tensor
+    """For module k, from 0: the token k + 1 places ahead, 0 where the sequence has ended: `[sequences, k, positions]`.
+    """
+    targets: Tensor
+    """The token after that, or `IGNORE_INDEX`: `[sequences, k, positions]`."""
+    counted: tuple[int, ...] | None = None
+    """Targets of this rank that count, by module; None if all do that the sequences have, on every rank."""
+
+    def chunk(self, number: int) -> list["TokensAhead"]:
+        """The rows in `number` pieces."""
+        pieces = zip(self.tokens.chunk(number), self.targets.chunk(number), strict=True)
+        return [TokensAhead(tokens, targets) for tokens, targets in pieces]
+
+
+@dataclass(frozen=True)
 class Batch:
     """This rank's rows of the global batch, and with `cp` this rank's positions of every row."""
 
@@ -23,14 +41,21 @@ class Batch:
     """
     counted: int | None = None
     """Targets of this rank that count; None if all of them do, on every rank."""
+    ahead: "TokensAhead | None" = None
+    """What multi-token prediction reads and predicts; None without it."""
 
     def microbatches(self, number: int) -> list["Batch"]:
         """The rows in `number` pieces."""
         tokens, targets = self.tokens.chunk(number), self.targets.chunk(number)
         positions = [None] * len(tokens) if self.positions is None else self.positions.chunk(number)
-        return [Batch(*piece) for piece in zip(tokens, targets, positions, strict=True)]
+        ahead = [None] * len(tokens) if self.ahead is None else self.ahead.chunk(number)
+        pieces = zip(tokens, targets, positions, ahead, strict=True)
+        return [Batch(rows, wanted, places, ahead=further) for rows, wanted, places, further in pieces]
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
         """What the model takes besides tokens, on every pipeline stage."""
-        return {} if self.positions is None else {"positions": self.positions}
+        inputs = {} if self.positions is None else {"positions": self.positions}
+        if self.ahead is not None:
+            inputs |= {"tokens_ahead": self.ahead.tokens, "targets_ahead": self.ahead.targets}
+        return inputs

@@ -240,6 +240,18 @@ def _curves(history: RunHistory) -> list[ChartSeries]:
             axis_min=0,
         ),
     ]
+    for ahead in range(max((len(s.mtp_losses or ()) for s in steps), default=0)):
+        found = [(s.step, s.mtp_losses[ahead]) for s in steps if len(s.mtp_losses or ()) > ahead and s.mtp_losses]
+        curves.append(
+            ChartSeries(
+                name="loss",
+                title=f"Loss {ahead + 2} tokens ahead",
+                points=found,
+                format_value=formatting.number,
+                note="multi-token prediction",
+                smooth=True,
+            )
+        )
     loads = [(s.step, s.imbalance) for s in steps if s.imbalance is not None]
     if loads:
         curves.append(

@@ -76,6 +76,8 @@ class StepEvent(SpecModel):
     """Load of the busiest expert over the mean, averaged over the expert layers."""
     counted: BoundedInt | None = None
     """Tokens of this step whose prediction counts in the loss; None if all of them do."""
+    mtp_losses: tuple[float, ...] | None = None
+    """Mean cross-entropy of every module of multi-token prediction, which `loss` does not contain; None without it."""
 
 
 class EvaluationEvent(SpecModel):

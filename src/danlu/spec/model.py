@@ -110,6 +110,19 @@ class Moe(SpecModel):
         return self
 
 
+class Mtp(SpecModel):
+    """Multi-token prediction: modules after the last layer that predict tokens further ahead (DeepSeek-V3, 2.2).
+
+    They train with the model and share its embedding and its output matrix; evaluation and sampling do not run them.
+    """
+
+    depth: int = Field(default=1, ge=1, le=64)
+    """Tokens predicted beyond the next one, each by a module with one layer: `num_nextn_predict_layers` of a Hugging
+    Face folder, `mtp_num_layers` of Megatron."""
+    weight: float = Field(default=0.1, gt=0, le=1000)
+    """Weight of their mean loss beside the loss of the next token: `mtp_loss_scaling_factor` of Megatron."""
+
+
 class RopeScaling(SpecModel):
     """Rotary positions scaled beyond the length a model was first trained at.
 
@@ -259,6 +272,8 @@ class Model(SpecModel):
     """Use the token embedding as the output layer too."""
     moe: Moe | None = None
     """Expert layers instead of dense feed-forward networks; without it, the model is dense."""
+    mtp: Mtp | None = None
+    """Multi-token prediction; without it, only the next token is predicted."""
     source: str = ""
     """Source of the figures."""
 
@@ -392,6 +407,11 @@ class Model(SpecModel):
     def mlp_dim(self) -> int:
         """Hidden width of the dense feed-forward network, with the default filled in."""
         return self.mlp_width or 4 * self.width
+
+    @property
+    def mtp_depth(self) -> int:
+        """Modules of multi-token prediction; 0 without it."""
+        return self.mtp.depth if self.mtp else 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer` routes to experts."""

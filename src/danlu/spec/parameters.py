@@ -51,6 +51,9 @@ def decoder_parameters(model: Model) -> Iterator[ParameterShape]:
     yield from _norm("head.norm", model)
     if not model.tied:
         yield ParameterShape("head.score.weight", (model.vocabulary, width))
+    for depth in range(model.mtp_depth):
+        for name, shape in mtp_parameters(model):
+            yield ParameterShape(f"mtp.{depth}.{name}", shape)
 
 
 def layer_parameters(model: Model, moe: bool) -> Iterator[ParameterShape]:
@@ -73,6 +76,16 @@ def layer_parameters(model: Model, moe: bool) -> Iterator[ParameterShape]:
     yield ParameterShape("mlp.experts.down", (experts, hidden, width))
     if model.moe.shared:
         yield from _mlp("mlp.shared", model, model.moe.shared * hidden, bias=False)
+
+
+def mtp_parameters(model: Model) -> Iterator[ParameterShape]:
+    """The parameters of one module of multi-token prediction, named from the module on; its layer is like the last."""
+    yield from _norm("embed_norm", model)
+    yield from _norm("hidden_norm", model)
+    yield ParameterShape("project.weight", (model.width, 2 * model.width))
+    for name, shape in layer_parameters(model, model.is_moe_layer(model.layers - 1)):
+        yield ParameterShape(f"block.{name}", shape)
+    yield from _norm("norm", model)
 
 
 def _attention(model: Model) -> Iterator[ParameterShape]:
@@ -101,7 +114,7 @@ def _latent_attention(model: Model, mla: MLAConfig) -> Iterator[ParameterShape]:
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter of the decoder is one of those that Muon is for: a layer's matrices, but not a router's."""
-    return name.startswith("blocks.") and len(shape) > 1 and ".router." not in name
+    return name.startswith(("blocks.", "mtp.")) and len(shape) > 1 and ".router." not in name
 
 
 def _norm(name: str, model: Model) -> Iterator[ParameterShape]:

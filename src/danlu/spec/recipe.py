@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.description import MAX_COUNT, PositiveInt, SpecModel, TupleOf
-from danlu.spec.model import Model, SequenceLength
+from danlu.spec.model import Model, Mtp, SequenceLength
 from danlu.spec.names import Name
 from danlu.spec.quantity import Bytes
 from danlu.spec.spikes import SpikeConfig
@@ -370,6 +370,11 @@ class Recipe(SpecModel):
     """Weights & Biases, Prometheus, a feed of events; none of them if omitted."""
     spikes: SpikeConfig = SpikeConfig()
     """What to do about a loss or gradient norm that jumps."""
+
+    @property
+    def mtp(self) -> Mtp | None:
+        """Multi-token prediction of the model; None without it, as for custom models."""
+        return self.model.mtp if isinstance(self.model, Model) else None
 
     @property
     def decoder(self) -> Model:

@@ -12,6 +12,7 @@ from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.init_weights import init_weights
 from danlu.framework.decoder.parallelism import (
     decoder_fsdp_units,
+    decoder_layers,
     decoder_recompute_regions,
     decoder_tp_plan,
     moe_layers,
@@ -21,7 +22,7 @@ from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.context import apply_cp
 from danlu.parallel.expert import apply_ep
 from danlu.parallel.fsdp import FsdpUnit
-from danlu.parallel.tensor import apply_tp
+from danlu.parallel.tensor import apply_tp, clone_output
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe
 
@@ -46,6 +47,8 @@ class DecoderAdapter:
         decoder = cast(Decoder, stage_module)
         if mesh.tp_mesh is not None:
             apply_tp(decoder, decoder_tp_plan(decoder, self.plan.regathered_layers(self.model.layers)), mesh.tp_mesh)
+            for module in decoder.mtp or ():
+                clone_output(module)
         if group := mesh.group("cp"):
             apply_cp((block.get_submodule("attention") for block in self.blocks(stage_module)), group)
             if decoder.embed is not None:
@@ -53,13 +56,15 @@ class DecoderAdapter:
         decoder.sequence_ranks = self.plan.degrees.cp * self.plan.degrees.tp
         if mesh.ep_mesh is not None:
             apply_ep(moe_layers(decoder), mesh.ep_mesh)
+        if decoder.mtp_losses is not None:
+            decoder.mtp_losses.group = mesh.group("tp")
         for layer in moe_layers(decoder):
             layer.router.sequences_per_step = self.recipe.batch.sequences
             layer.router.sequence_group = mesh.group("cp", "tp")
 
     def blocks(self, stage_module: nn.Module) -> list[nn.Module]:
         """The layers of a stage module."""
-        return list(cast(Decoder, stage_module).blocks.values())
+        return [block for _, _, block in decoder_layers(cast(Decoder, stage_module))]
 
     def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterator[RecomputeRegion]:
         """Full blocks, or the modules around the experts of one."""

@@ -3,13 +3,15 @@
 Shapes: B sequences, S tokens of each, D width of the hidden states.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.block import Block
+from danlu.framework.decoder.mtp import MtpLosses, MtpModule
 from danlu.framework.decoder.norm import build_norm
 from danlu.spec.model import Model
 
@@ -25,10 +27,10 @@ class Embed(nn.Module):
         self.cp_rank = 0
         """Index of this rank's shard of the sequence."""
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, tokens_alone: bool = False) -> Tensor:
         """Look up every token, and its position if positions are learned; `positions` are those of full sequences."""
         x_BSD = self._look_up(tokens_BS)
-        if self.position is None:
+        if self.position is None or tokens_alone:
             return x_BSD
         length = tokens_BS.shape[1]
         first, last = self.cp_rank * length, (self.cp_rank + 1) * length
@@ -49,6 +51,17 @@ class Embed(nn.Module):
         return x_BSD if self.scale is None else x_BSD * self.scale
 
 
+class EmbedCopy(Embed):
+    """The token embedding of the first pipeline stage, on the last one, where multi-token prediction reads it.
+
+    The first stage owns the parameter: it sends its values here before a step, and gets the gradient after it
+    (`parallel.embedding_copy`).
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.model_copy(update={"position": "rope"}))
+
+
 class Head(nn.Module):
     """The final norm and the output projection, whose logits may be capped."""
 
@@ -58,10 +71,14 @@ class Head(nn.Module):
         self.score = nn.Linear(model.width, model.vocabulary, bias=False)
         self.softcap = model.logit_softcap
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Logits over the vocabulary at every position."""
-        logits_BSV: Tensor = self.score(self.norm(x_BSD))
-        return logits_BSV if self.softcap is None else self.softcap * torch.tanh(logits_BSV / self.softcap)
+    def forward(self, x_BSD: Tensor, normed: bool = False, with_normed: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits over the vocabulary at every position; `with_normed`, also the hidden states after the norm."""
+        if not normed:
+            x_BSD = self.norm(x_BSD)
+        logits_BSV: Tensor = self.score(x_BSD)
+        if self.softcap is not None:
+            logits_BSV = self.softcap * torch.tanh(logits_BSV / self.softcap)
+        return (logits_BSV, x_BSD) if with_normed else logits_BSV
 
 
 class Decoder(nn.Module):
@@ -75,7 +92,8 @@ class Decoder(nn.Module):
         self, model: Model, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
     ) -> None:
         super().__init__()
-        self.embed = Embed(model) if first else None
+        self.first, self.model_layers = first, model.layers
+        self.embed = Embed(model) if first else EmbedCopy(model) if last and model.mtp else None
         self.blocks = nn.ModuleDict(
             {str(layer): Block(model, layer) for layer in (range(model.layers) if layers is None else layers)}
         )
@@ -83,6 +101,11 @@ class Decoder(nn.Module):
         self.window, self.masks_all = model.window, model.materializes_scores
         self.sequence_ranks = 1
         """Ranks over which hidden states are sharded by sequence: of `cp` and `tp`."""
+        self.mtp: nn.ModuleList | None = None
+        self.mtp_losses: MtpLosses | None = None
+        if model.mtp and last:
+            self.mtp = nn.ModuleList(MtpModule(model) for _ in range(model.mtp.depth))
+            self.mtp_losses = MtpLosses(model.mtp)
         self.tied = model.tied
         self.tie_weights()
 
@@ -91,17 +114,44 @@ class Decoder(nn.Module):
         if self.tied and self.embed is not None and self.head is not None:
             self.head.score.weight = self.embed.token.weight
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        tokens_ahead: Tensor | None = None,
+        targets_ahead: Tensor | None = None,
+    ) -> Tensor:
         """Tokens (or hidden states of the previous stage) to logits (or hidden states for the next stage).
 
-        With `positions`, of every token of the full sequences in its document, documents do not see each other.
+        With `positions`, of every token of the full sequences in its document, documents do not see each other. With
+        tokens and targets ahead (`TokensAhead`), the modules of multi-token prediction add their losses.
         """
-        if self.embed is not None:
+        if self.first:
+            assert self.embed is not None
             x = self.embed(x, positions)
         local, documents = self._masks(x, positions)
         for block in self.blocks.values():
             x = block(x, documents if block.window is None else local)
-        return x if self.head is None else self.head(x)
+        if self.head is None:
+            return x
+        if tokens_ahead is None or targets_ahead is None or self.mtp_losses is None:
+            return self.head(x)
+        logits, hidden = self.head(x, with_normed=True)
+        ahead = self._logits_ahead(hidden, tokens_ahead, local, documents)
+        return self.mtp_losses.inject(logits, ahead, targets_ahead)
+
+    def _logits_ahead(
+        self, x_BSD: Tensor, tokens_BKS: Tensor, local: Documents | None, documents: Documents | None
+    ) -> Iterator[Tensor]:
+        """Logits of every module of multi-token prediction, one after another."""
+        assert self.embed is not None
+        assert self.head is not None
+        assert self.mtp is not None
+        for number, module in enumerate(self.mtp):
+            embedded_BSD = self.embed(tokens_BKS[:, number], tokens_alone=True)
+            window = cast(MtpModule, module).block.window
+            x_BSD = module(x_BSD, embedded_BSD, documents if window is None else local)
+            yield self.head(x_BSD, normed=True)
 
     def _masks(self, x_BSD: Tensor, positions: Tensor | None) -> tuple[Documents | None, Documents | None]:
         """What layers with a window see, and the others; one mask for all layers of a kind."""

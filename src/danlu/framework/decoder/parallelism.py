@@ -1,10 +1,12 @@
 """How the decoder's modules are placed on the mesh: data beside the model, used by `DecoderAdapter`."""
 
 from collections.abc import Container, Iterator, Sequence
+from typing import cast
 
 from torch import nn
 
 from danlu.comm.mesh import ParallelMesh
+from danlu.framework.decoder.block import Block
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.latent_attention import LatentAttention
 from danlu.framework.decoder.moe import MoeLayer
@@ -21,10 +23,9 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
         placements["embed.token"] = "vocabulary"
         if stage_module.embed.position is not None:
             placements["embed.position"] = "vocabulary"
-    for layer, block in stage_module.blocks.items():
-        name = f"blocks.{layer}"
+    for name, layer, block in decoder_layers(stage_module):
         placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
-        gather: TPStyle = "regather" if int(layer) in regathered else "gather"
+        gather: TPStyle = "regather" if layer in regathered else "gather"
         placements |= _attention_placements(f"{name}.attention", block.get_submodule("attention"), gather)
         post = [norm for norm in ("attention_post_norm", "mlp_post_norm") if getattr(block, norm) is not None]
         placements |= {f"{name}.{norm}": "sequence" for norm in post}
@@ -37,6 +38,9 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
             placements |= _mlp_placements(f"{name}.mlp", mlp, gather)
     if stage_module.head is not None:
         placements |= {"head.norm": "sequence", "head.score": "logits"}
+    for depth in range(len(stage_module.mtp or ())):
+        parts = ("embed_norm", "hidden_norm", "project", "norm")
+        placements |= {f"mtp.{depth}.{part}": "sequence" for part in parts}
     return placements
 
 
@@ -69,12 +73,15 @@ def decoder_fsdp_units(stage_module: Decoder, mesh: ParallelMesh) -> Iterator[Fs
 
     A tied embedding is used by both ends of the model, so it stays with the root.
     """
-    for layer, block in stage_module.blocks.items():
+    for name, _, block in decoder_layers(stage_module):
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoeLayer):
             assert mesh.expert_fsdp_mesh is not None
-            yield FsdpUnit(f"blocks.{layer}.mlp.experts", mlp.experts, mesh.expert_fsdp_mesh)
-        yield FsdpUnit(f"blocks.{layer}", block, mesh.fsdp_mesh)
+            yield FsdpUnit(f"{name}.mlp.experts", mlp.experts, mesh.expert_fsdp_mesh)
+        if name.startswith("blocks."):
+            yield FsdpUnit(name, block, mesh.fsdp_mesh)
+    for depth, module in enumerate(stage_module.mtp or ()):
+        yield FsdpUnit(f"mtp.{depth}", module, mesh.fsdp_mesh)
     if not stage_module.tied:
         if stage_module.embed is not None:
             yield FsdpUnit("embed", stage_module.embed, mesh.fsdp_mesh)
@@ -88,8 +95,8 @@ def decoder_recompute_regions(stage_module: Decoder, modes: Sequence[RecomputeMo
     Selective recompute requires the same operations the second time. An MoE layer gathers its experts' parameters
     inside the block, and the second time they are already there, so its block is recomputed in several regions.
     """
-    for layer, block in stage_module.blocks.items():
-        mlp, mode = block.get_submodule("mlp"), modes[int(layer)]
+    for _, layer, block in decoder_layers(stage_module):
+        mlp, mode = block.get_submodule("mlp"), modes[layer]
         if mode == "selective" and isinstance(mlp, MoeLayer):
             yield RecomputeRegion(block, mode, "attention_residual")
             yield RecomputeRegion(mlp.experts, mode)
@@ -97,6 +104,14 @@ def decoder_recompute_regions(stage_module: Decoder, modes: Sequence[RecomputeMo
                 yield RecomputeRegion(mlp.shared, mode)
         elif mode != "none":
             yield RecomputeRegion(block, mode)
+
+
+def decoder_layers(stage_module: Decoder) -> Iterator[tuple[str, int, Block]]:
+    """Every layer of a stage module: its name, its number, itself; one of multi-token prediction counts as the last."""
+    for layer, block in stage_module.blocks.items():
+        yield f"blocks.{layer}", int(layer), cast(Block, block)
+    for depth, module in enumerate(stage_module.mtp or ()):
+        yield f"mtp.{depth}.block", stage_module.model_layers - 1, cast(Block, module.block)
 
 
 def moe_layers(stage_module: Decoder) -> Iterator[MoeLayer]:

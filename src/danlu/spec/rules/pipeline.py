@@ -153,6 +153,18 @@ def tied_on_one_stage(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Ite
         )
 
 
+def split_backward_has_no_mtp(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """The halves of a split backward pass go through a parameter once; multi-token prediction uses the head again."""
+    schedule = plan.value.pipeline.schedule
+    if plan.value.degrees.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES and recipe.value.decoder.mtp:
+        yield plan.problem(
+            "pipeline.schedule",
+            f'is "{schedule}", which splits the backward pass, but multi-token prediction ([model.mtp]) uses the '
+            "output matrix several times, and a half can go through a matrix only once",
+            'schedule = "interleaved", or omit [model.mtp]',
+        )
+
+
 STAGE_RULES: tuple[PlanRule, ...] = (
     pipeline_settings_are_used,
     schedule_has_its_stages,
@@ -167,4 +179,5 @@ PIPELINE_RULES: tuple[LayoutRule, ...] = (
     layers_add_up,
     recomputed_layers_exist,
     tied_on_one_stage,
+    split_backward_has_no_mtp,
 )

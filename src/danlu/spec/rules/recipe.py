@@ -15,7 +15,10 @@ def precision_module_names(model: Model) -> list[str]:
     """Names of the modules that a pattern under `precision.layers` may match; a tied head is its embedding."""
     blocks = [f"blocks.{layer}" for layer in range(model.layers)]
     experts = [f"blocks.{layer}.mlp.experts" for layer in range(model.layers) if model.is_moe_layer(layer)]
-    return ["embed", *blocks, *experts, *([] if model.tied else ["head"])]
+    modules = [f"mtp.{depth}" for depth in range(model.mtp_depth)]
+    if model.is_moe_layer(model.layers - 1):
+        experts += [f"{module}.block.mlp.experts" for module in modules]
+    return ["embed", *blocks, *experts, *modules, *([] if model.tied else ["head"])]
 
 
 def positions_cover_length(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
