@@ -20,6 +20,7 @@ from danlu.framework.weights import WEIGHTS_FILE_PREFIX, load_weights, parameter
 from danlu.runs.prepare import check_weights
 from danlu.spec import Model, Moe, SpecError
 from danlu.spec.load import load_model, load_recipe, read_recipe
+from danlu.spec.model import Mtp
 from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
 
 RECIPE = """name = "tuned"
@@ -262,6 +263,19 @@ def test_a_model_from_scratch_is_exported_by_its_traits(
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in parameter_shapes(model).items()}
     family = export_hf(model, tensors.__getitem__, tmp_path / "export")
     assert family.architecture == architecture
+    found = compare_logits(tmp_path / "export", model, lambda: load_decoder(model, tensors.__getitem__, torch.float32))
+    assert found.max_difference <= LOGIT_TOLERANCE
+
+
+def test_an_export_says_that_it_leaves_modules_of_multi_token_prediction_out(tmp_path: Path) -> None:
+    model = LLAMA_LIKE.model_copy(update={"mtp": Mtp(depth=2)})
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in parameter_shapes(model).items()}
+    told: list[str] = []
+    export_hf(model, tensors.__getitem__, tmp_path / "export", on_warning=told.append)
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    (said,) = told
+    assert f"{len(kept)} tensors, {sum(4 * tensor.numel() for tensor in kept.values()) / 1000:.1f} kB" in said
     found = compare_logits(tmp_path / "export", model, lambda: load_decoder(model, tensors.__getitem__, torch.float32))
     assert found.max_difference <= LOGIT_TOLERANCE
 

@@ -69,7 +69,9 @@ def export_hf(
         imported = None
     tokenizer = _tokenizer(recipe, imported)
     with weights_progress() as on_progress:
-        family = convert.export_hf(model, read, output, imported, dtype, on_progress, tokenizer)
+        family = convert.export_hf(
+            model, read, output, imported, dtype, on_progress, tokenizer, lambda message: typer.echo(message, err=True)
+        )
     figures = {
         "folder": str(output),
         "architecture": family.architecture,

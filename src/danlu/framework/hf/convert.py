@@ -5,6 +5,7 @@ Both work one tensor at a time, so that memory does not grow with the model.
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from danlu.framework.hf.families.tensor_names import TensorNamePair
 from danlu.framework.hf.tokenizer import GENERATION_FILE, ExportTokenizer
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, parameter_shapes
 from danlu.spec import toml
+from danlu.spec.byte_format import format_bytes
 from danlu.spec.model import Model
 from danlu.spec.problem import SpecError, problem_at
 from danlu.storage.checkpoint.safetensors_io import (
@@ -112,12 +114,16 @@ def export_hf(
     dtype: str = "fp32",
     on_progress: OnProgress = lambda done, total: None,
     tokenizer: ExportTokenizer | None = None,
+    on_warning: Callable[[str], None] = warnings.warn,
 ) -> ModelFamily:
     """Write a model whose parameters `read` returns by name as a Hugging Face folder.
 
     Settings come from `imported`, the import that it was trained from; so does the tokenizer, unless the run was
-    trained with another one: `tokenizer`.
+    trained with another one: `tokenizer`. `on_warning` is told which tensors no family has.
     """
+    if model.mtp:
+        on_warning(_left_out(model, EXPORT_DTYPES[dtype][1]))
+        model = model.model_copy(update={"mtp": None})
     family = find_family(model)
     if family is None:
         message = f"has {unsupported_trait(model)}"
@@ -142,6 +148,16 @@ def export_hf(
             config |= tokenizer.special_tokens
         (partial_output / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return family
+
+
+def _left_out(model: Model, dtype: torch.dtype) -> str:
+    """What an export leaves out of a model with multi-token prediction."""
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if name.startswith("mtp.")}
+    size = format_bytes(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
+    return (
+        f"the modules of multi-token prediction are not exported: {len(shapes)} tensors, {size}, from "
+        f"{next(iter(shapes))} on; the main model does not need them, and the run's checkpoint keeps them"
+    )
 
 
 def _check_layers(config: HFConfig, family: ModelFamily, model: Model, weights: SafetensorsReader) -> None:
