@@ -79,6 +79,7 @@ def _deepseek_v3(**changes: Any) -> Any:
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 12,
         "v_head_dim": 10,
+        "num_mtp_layers": 0,
     }
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SHAPE | own | changes))
 
