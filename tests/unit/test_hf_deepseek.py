@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 
 from danlu.cli.app import app
 from danlu.framework.full_model import empty_decoder
-from danlu.framework.hf.compare import LOGIT_TOLERANCE, compare_logits, load_imported_decoder
-from danlu.framework.hf.convert import export_hf, import_hf
-from danlu.framework.hf.families import find_family, unsupported_trait
+from danlu.framework.hf.compare import LOGIT_TOLERANCE, compare_logits, load_decoder, load_imported_decoder
+from danlu.framework.hf.convert import export_hf, import_hf, weight_shapes
+from danlu.framework.hf.families import FAMILIES, find_family, unsupported_trait
 from danlu.framework.hf.layout import check_layout
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, buffer_shapes, load_weights
 from danlu.spec import SpecError
 from danlu.spec.load import load_model
+from danlu.spec.model import Mtp
 from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
 
 
@@ -123,6 +124,37 @@ def test_layers_for_multi_token_prediction_are_left_out_with_their_size(tmp_path
     names = _weights(tmp_path / "out").names
     assert "blocks.2.attention.o.weight" in names
     assert not any(name.startswith("blocks.3.") for name in names)
+
+
+def test_modules_of_multi_token_prediction_are_exported_as_deepseek_names_them(tmp_path: Path) -> None:
+    plain = import_hf(make_hf(tmp_path / "source", "deepseek v3"), tmp_path / "out").model
+    model = plain.model_copy(update={"mtp": Mtp(depth=2)})
+    shapes = weight_shapes(model, FAMILIES["deepseek_v3"])
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    export_hf(model, tensors.__getitem__, tmp_path / "export")
+    written = SafetensorsReader(tmp_path / "export", "model")
+    first, last = f"model.layers.{model.layers}", f"model.layers.{model.layers - 1}"
+    own = {"enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"}
+    of_a_layer = {name.removeprefix(last) for name in written.names if name.startswith(f"{last}.")}
+    assert {name.removeprefix(first) for name in written.names if name.startswith(f"{first}.")} == {
+        *of_a_layer,
+        *(f".{name}.weight" for name in own),
+    }
+    for theirs, ours in (
+        ("model.layers.3.eh_proj.weight", "mtp.0.project.weight"),
+        ("model.layers.4.hnorm.weight", "mtp.1.hidden_norm.weight"),
+        ("model.layers.4.shared_head.head.weight", "head.score.weight"),
+        ("model.layers.3.self_attn.kv_b_proj.weight", "mtp.0.block.attention.kv_b.weight"),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", "mtp.0.block.mlp.router.bias_E"),
+    ):
+        assert torch.equal(written.read(theirs), tensors[ours]), theirs
+    assert torch.equal(
+        written.read("model.layers.4.mlp.experts.2.up_proj.weight"), tensors["mtp.1.block.mlp.experts.up"][2].T
+    )
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    found = compare_logits(tmp_path / "export", plain, lambda: load_decoder(plain, tensors.__getitem__, torch.float32))
+    assert found.max_difference <= LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(

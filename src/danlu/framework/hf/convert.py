@@ -27,7 +27,7 @@ from danlu.framework.hf.config import (
 )
 from danlu.framework.hf.families import ModelFamily, find_family, unsupported_trait
 from danlu.framework.hf.families.hf_config import HFConfig
-from danlu.framework.hf.families.tensor_names import TensorNamePair
+from danlu.framework.hf.families.tensor_names import BLOCK, TensorNamePair
 from danlu.framework.hf.tokenizer import GENERATION_FILE, ExportTokenizer
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, buffer_shapes, parameter_shapes
 from danlu.spec import toml
@@ -52,6 +52,7 @@ EXPORT_DTYPES = {"fp32": ("float32", torch.float32), "bf16": ("bfloat16", torch.
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
+_MODULE_LAYER = re.compile(r"^mtp\.\d+\.block\b")
 _CONFIG_FILES = (CONFIG_FILE, GENERATION_FILE)
 
 ReadTensor = Callable[[str], Tensor]
@@ -126,10 +127,10 @@ def export_hf(
     Settings come from `imported`, the import that it was trained from; so does the tokenizer, unless the run was
     trained with another one: `tokenizer`. `on_warning` is told which tensors no family has.
     """
-    if model.mtp:
-        on_warning(_left_out(model, EXPORT_DTYPES[dtype][1]))
-        model = model.model_copy(update={"mtp": None})
     family = find_family(model)
+    if model.mtp and family and not family.mtp_names:
+        on_warning(_left_out(model, family, EXPORT_DTYPES[dtype][1]))
+        model = model.model_copy(update={"mtp": None})
     if family is None:
         message = f"has {unsupported_trait(model)}"
         raise SpecError([problem_at(output, 1, f"model {model.name}", message, "this model cannot be exported")])
@@ -155,13 +156,14 @@ def export_hf(
     return family
 
 
-def _left_out(model: Model, dtype: torch.dtype) -> str:
+def _left_out(model: Model, family: ModelFamily, dtype: torch.dtype) -> str:
     """What an export leaves out of a model with multi-token prediction."""
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if name.startswith("mtp.")}
     size = format_bytes(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
     return (
-        f"the modules of multi-token prediction are not exported: {len(shapes)} tensors, {size}, from "
-        f"{next(iter(shapes))} on; the main model does not need them, and the run's checkpoint keeps them"
+        f"the modules of multi-token prediction are not exported, because {family.title} has none: {len(shapes)} "
+        f"tensors, {size}, from {next(iter(shapes))} on; the main model does not need them, and the run's checkpoint "
+        "keeps them"
     )
 
 
@@ -181,7 +183,9 @@ def weight_shapes(model: Model, family: ModelFamily) -> dict[str, torch.Size]:
     """Names and shapes of a model's parameters, and of the buffers that the family has a tensor for."""
     theirs = {name.danlu for name in family.names}
     buffers = {
-        name: shape for name, shape in buffer_shapes(model).items() if _LAYER_NUMBER.sub(".{layer}.", name, 1) in theirs
+        name: shape
+        for name, shape in buffer_shapes(model).items()
+        if _LAYER_NUMBER.sub(".{layer}.", _MODULE_LAYER.sub("blocks.0", name), 1) in theirs
     }
     return parameter_shapes(model) | buffers
 
@@ -194,6 +198,15 @@ def _tensor_mappings(model: Model, family: ModelFamily) -> dict[str, _TensorMapp
         for name in family.names
         for layer in (layers if "{layer}" in name.danlu else [""])
     }
+    for module in range(model.mtp_depth if family.mtp_names else 0):
+        layer = str(model.layers + module)
+        inner = [name for name in family.names if name.danlu.startswith(f"{BLOCK}.")]
+        known |= {name.danlu.replace(BLOCK, f"mtp.{module}.block"): _TensorMapping(name, layer) for name in inner}
+        known |= {
+            name.danlu.format(module=module): _TensorMapping(name, layer)
+            for name in family.mtp_names
+            if name.danlu.startswith("mtp.")
+        }
     return {parameter: known[parameter] for parameter in weight_shapes(model, family)}
 
 
@@ -214,6 +227,12 @@ def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: 
         experts, inputs, outputs = shapes[name]
         for expert in range(experts):
             yield WeightEntry(mapping.hf(expert), (outputs, inputs), dtype, partial(one, name, expert))
+    for module in range(model.mtp_depth):
+        for pair in family.mtp_names:
+            if not pair.danlu.startswith("mtp."):  # a table that the module shares with the model
+                table = "embed.token.weight" if model.tied else pair.danlu
+                copy = _TensorMapping(pair, str(model.layers + module)).hf()
+                yield WeightEntry(copy, shapes[table], dtype, partial(one, table, None))
 
 
 class HFWeights:

@@ -6,7 +6,7 @@ from danlu.framework.hf.families.family import ModelFamily
 from danlu.framework.hf.families.hf_config import HFConfig
 from danlu.framework.hf.families.keys import COMMON_DEFAULTS, COMMON_KINDS, ONLY_VALUES, KeyKind
 from danlu.framework.hf.families.rope import rope_fields, rope_values
-from danlu.framework.hf.families.tensor_names import BLOCK, DENSE, ENDS, LAYER, TensorNamePair
+from danlu.framework.hf.families.tensor_names import BLOCK, DENSE, ENDS, LAYER, MODULE, TensorNamePair
 from danlu.spec.model import Model
 
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -67,13 +67,30 @@ _EXPERTS = (
 )
 
 
+_MTP = (
+    *(
+        TensorNamePair(f"{MODULE}.{name}.weight", f"{LAYER}.{theirs}.weight")
+        for name, theirs in (
+            ("embed_norm", "enorm"),
+            ("hidden_norm", "hnorm"),
+            ("project", "eh_proj"),
+            ("norm", "shared_head.norm"),
+        )
+    ),
+    # A module's folder has copies of the two tables that it shares with the model.
+    TensorNamePair("embed.token.weight", f"{LAYER}.embed_tokens.weight"),
+    TensorNamePair("head.score.weight", f"{LAYER}.shared_head.head.weight"),
+)
+
+
 class DeepseekV3(ModelFamily):
-    """`DeepseekV3ForCausalLM`, without its layers for multi-token prediction."""
+    """`DeepseekV3ForCausalLM`; an import leaves its layers for multi-token prediction out, an export writes them."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     title = "DeepSeek-V3"
     names = (*ENDS, *_ATTENTION, *DENSE, *_EXPERTS)
+    mtp_names = _MTP
     defaults = COMMON_DEFAULTS | {
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
@@ -141,7 +158,7 @@ class DeepseekV3(ModelFamily):
         values |= {key: getattr(model.mla, key) for key in _MLA_KEYS}
         values |= {key: getattr(model.moe, field) for key, field in _MOE_KEYS.items()}
         values |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-        return values | {"num_nextn_predict_layers": 0} | rope_values(model)
+        return values | {"num_nextn_predict_layers": model.mtp_depth} | rope_values(model)
 
     def is_redundant(self, name: str, model: Model) -> bool:
         """Also the layers for multi-token prediction, which come after the model's."""

@@ -24,6 +24,8 @@ class ModelFamily:
     defaults: ClassVar[Mapping[str, Any]] = COMMON_DEFAULTS
     kinds: ClassVar[Mapping[str, KeyKind]] = COMMON_KINDS
     only_values: ClassVar[Mapping[str, Any]] = ONLY_VALUES
+    mtp_names: ClassVar[tuple[TensorNamePair, ...]] = ()
+    """Of a module of multi-token prediction, beside its layer; none if the family has no such modules."""
     experts_key: ClassVar[str] = ""
     """The key for the number of experts, if it has any."""
     left_out_title: ClassVar[str] = ""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 BLOCK, LAYER = "blocks.{layer}", "model.layers.{layer}"
+MODULE = "mtp.{module}"
+"""A module of multi-token prediction; its layer is `mtp.{module}.block`."""
 
 
 @dataclass(frozen=True)
