@@ -77,6 +77,8 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
             ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
         elif key in ("balance", "experts", "score", "shared"):
             values["moe"] = values["moe"] | {key: value}
+        elif key == "q_lora_rank":
+            values["mla"] = values["mla"] | {key: value}
         else:
             values[key] = value
     return Recipe(
@@ -131,6 +133,26 @@ def _layouts() -> list[Layout]:
     moe("ep", shard=2, ep=2)
     moe("ep, balanced by bias", {"balance": "bias", "score": "sigmoid"}, shard=2, ep=2)
     moe("ep 4", shard=4, ep=4)
+
+    # Latent attention, with DeepSeek-V3's mixture and without.
+    def latent(name: str, changes: dict[str, Any] | None = None, **settings: Any) -> None:
+        made.append(Layout(f"mla {name}", "tiny-mla", _plan(**settings), changes=changes or {}))
+
+    no_experts: dict[str, Any] = {"moe": None}
+    latent("accumulate 4", microbatches=4)
+    latent("ep over tp", tp=2, ep=2)
+    latent("fsdp × tp × ep 4", shard=2, tp=2, ep=4)
+    latent("cp × ep", cp=2, shard=2, ep=2)
+    latent("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)
+    latent("hsdp × cp × ep 4, selective", replicate=2, shard=2, cp=2, ep=4, recompute="selective")
+    latent("muon fsdp × tp × 1f1b × ep", {"optimizer": "muon"}, shard=2, tp=2, pp=2, ep=4, microbatches=4)
+    latent("dense, fsdp × tp", no_experts, shard=2, tp=2)
+    latent("dense, hsdp, recompute full", no_experts, replicate=2, shard=2, recompute="full")
+    latent("dense, tp × cp", no_experts, tp=2, cp=2)
+    latent("dense, tp × zbv, regathered", no_experts, tp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2,
+           regather_inputs=True)  # fmt: skip
+    latent("dense, tp, compiled", no_experts, tp=2, compile=True)
+    latent("dense, queries direct, fsdp × tp", no_experts | {"q_lora_rank": None}, shard=2, tp=2)
     # Every schedule.
     dense("gpipe", pp=2, microbatches=4, schedule="gpipe")
     dense("1f1b", pp=2, microbatches=4)
@@ -270,5 +292,6 @@ QUICK = (
     "fsdp × tp, regathered",
     *("moe fsdp × ep", "moe ep over tp"),
     *("muon hsdp", "muon fsdp × tp"),
+    "mla fsdp × tp × ep 4",
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

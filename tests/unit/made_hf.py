@@ -51,12 +51,46 @@ def _mixtral(**changes: Any) -> Any:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SHAPE | {"num_local_experts": 4} | changes))
 
 
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _deepseek_v3(**changes: Any) -> Any:
+    own = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 10,
+        "num_mtp_layers": 0,
+    }
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SHAPE | own | changes))
+
+
 FAMILIES: dict[str, Make] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3,
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +107,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {}),
     "mixtral tied": ("mixtral", {"tie_word_embeddings": True}),
+    "deepseek v3": ("deepseek_v3", {}),
+    "deepseek v3 tied, long context": (
+        "deepseek_v3",
+        {"tie_word_embeddings": True, "rope_parameters": DEEPSEEK_YARN, "norm_topk_prob": False},
+    ),
+    "deepseek v3, queries direct": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "llama, yarn": ("llama", {"rope_parameters": DEEPSEEK_YARN | {"mscale_all_dim": 0.5}}),
 }
 """Every family tied and untied, and the traits that only some models of a family have."""
 
@@ -89,6 +130,9 @@ def make_hf(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float3
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
             if parameter.ndim == 1:
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.to(dtype).save_pretrained(folder, **saving)
     (folder / "tokenizer.json").write_text('{"of": "the model"}')
     (folder / "special_tokens_map.json").write_text("{}")

@@ -119,7 +119,9 @@ def test_a_cache_that_is_full_says_so() -> None:
         cache.append(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, long context", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, long context", "qwen2", "qwen3", "mixtral", "deepseek v3 tied, long context"]
+)
 def test_greedy_tokens_are_those_that_transformers_generates_from_an_export(name: str, tmp_path: Path) -> None:
     import transformers
 

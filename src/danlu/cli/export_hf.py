@@ -45,7 +45,7 @@ def export_hf(
     from danlu.framework.hf.compare import load_decoder
     from danlu.framework.hf.config import CONFIG_FILE
     from danlu.framework.hf.layout import check_layout
-    from danlu.framework.weights import parameter_shapes
+    from danlu.framework.weights import buffer_shapes, parameter_shapes
 
     checkpoint = open_run_checkpoint(run, folder)
     recipe = checkpoint.recipe
@@ -56,11 +56,12 @@ def export_hf(
     if ema and recipe.ema is None:
         raise SpecError([run_problem(run, "keeps no average of its weights", "omit --ema; a run needs a table [ema]")])
     model = recipe.model
-    shapes = parameter_shapes(model)
+    parameters = parameter_shapes(model)
+    shapes = parameters | buffer_shapes(model)
 
-    def read(parameter: str) -> torch.Tensor:
-        tensor = torch.empty(shapes[parameter])
-        checkpoint.fill({parameter: tensor}, "ema" if ema else "model")
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.empty(shapes[name])
+        checkpoint.fill({name: tensor}, "ema" if ema and name in parameters else "model")
         return tensor
 
     imported = Path(recipe.weights) if recipe.weights else None

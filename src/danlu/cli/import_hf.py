@@ -24,7 +24,7 @@ def import_hf(
     compare: Compare = True,
     as_json: Json = False,
 ) -> None:
-    """Import a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 or Mixtral.
+    """Import a Hugging Face model: Llama, Mistral, Qwen2, Qwen3, Mixtral or DeepSeek-V3.
 
     A recipe starts from it with `weights = "OUT"`. Ends by comparing logits with transformers; exit code 1 if they
     differ by more than the tolerance.
@@ -36,6 +36,8 @@ def import_hf(
         imported = convert.import_hf(folder, output, on_progress)
     for key in imported.ignored_keys:
         typer.echo(f"ignored, because Danlu does not know it: {key}", err=True)
+    if imported.left_out:
+        typer.echo(f"left out, because Danlu's model does not have it: {imported.left_out}", err=True)
     model = imported.model
     figures = {"folder": str(output), "architecture": imported.family.architecture}
     raise typer.Exit(

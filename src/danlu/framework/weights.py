@@ -39,12 +39,18 @@ def parameter_shapes(model: Model | CustomModel) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in meta_model(model).named_parameters()}
 
 
+def buffer_shapes(model: Model) -> dict[str, torch.Size]:
+    """Global name and shape of every buffer of a decoder that checkpoints and weight files may hold."""
+    module = meta_model(model)
+    saved = module.state_dict().keys()
+    return {name: buffer.shape for name, buffer in module.named_buffers() if name in saved}
+
+
 def open_weights(folder: Path, model: Model | CustomModel) -> SafetensorsReader:
     """The weights in `folder`; names or shapes that are not the model's raise `SpecError`."""
     weights = SafetensorsReader(folder, HF_FILE_PREFIX if isinstance(model, CustomModel) else WEIGHTS_FILE_PREFIX)
-    named = (
-        meta_model(model).state_dict() if isinstance(model, CustomModel) else {}
-    )  # buffers, and second names of tied parameters
+    # Buffers, and of a custom model second names of tied parameters.
+    named = meta_model(model).state_dict() if isinstance(model, CustomModel) else buffer_shapes(model)
     if problems := weights.find_mismatches(parameter_shapes(model), ignored=lambda name: name in named):
         raise SpecError(problems)
     return weights

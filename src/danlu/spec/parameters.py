@@ -92,7 +92,9 @@ def _latent_attention(model: Model, mla: MLAConfig) -> Iterator[ParameterShape]:
     if mla.q_lora_rank:
         yield from _linear("attention.q_a", mla.q_lora_rank, width, bias=False)
         yield ParameterShape("attention.q_a_norm.weight", (mla.q_lora_rank,))
-    yield from _linear("attention.q_b", heads * mla.qk_head_dim, mla.q_lora_rank or width, bias=False)
+        yield from _linear("attention.q_b", heads * mla.qk_head_dim, mla.q_lora_rank, bias=False)
+    else:
+        yield from _linear("attention.q", heads * mla.qk_head_dim, width, bias=False)
     yield from _linear("attention.kv_a", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias=False)
     yield ParameterShape("attention.kv_a_norm.weight", (mla.kv_lora_rank,))
     yield from _linear("attention.kv_b", heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank, bias=False)

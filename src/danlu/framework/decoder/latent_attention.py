@@ -71,7 +71,8 @@ class LatentAttention(nn.Module):
         heads, width = model.heads, model.width
         self.q_a = nn.Linear(width, mla.q_lora_rank, bias=False) if mla.q_lora_rank else None
         self.q_a_norm = nn.RMSNorm(mla.q_lora_rank, eps=LATENT_NORM_EPSILON) if mla.q_lora_rank else None
-        self.q_b = nn.Linear(mla.q_lora_rank or width, heads * mla.qk_head_dim, bias=False)
+        self.q_b = nn.Linear(mla.q_lora_rank, heads * mla.qk_head_dim, bias=False) if mla.q_lora_rank else None
+        self.q = None if mla.q_lora_rank else nn.Linear(width, heads * mla.qk_head_dim, bias=False)
         self.kv_a = nn.Linear(width, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=False)
         self.kv_a_norm = nn.RMSNorm(mla.kv_lora_rank, eps=LATENT_NORM_EPSILON)
         self.kv_b = nn.Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
@@ -104,12 +105,13 @@ class LatentAttention(nn.Module):
 
     def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of every head, the latent of keys and values, and the shared key before its rotation."""
-        q_input = x_BSD
+        q_input, project = x_BSD, self.q
         if self.q_a is not None and self.q_a_norm is not None:
-            q_input = self.q_a_norm(self.q_a(x_BSD))
+            q_input, project = self.q_a_norm(self.q_a(x_BSD)), self.q_b
+        assert project is not None
         latent_BSC, k_BSR = self.kv_a(x_BSD).split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
         q_input, latent_BSC, k_BSR = self.inputs(q_input, self.kv_a_norm(latent_BSC), k_BSR)
-        return self.q_b(q_input).unflatten(-1, (-1, self.mla.qk_head_dim)), latent_BSC, k_BSR
+        return project(q_input).unflatten(-1, (-1, self.mla.qk_head_dim)), latent_BSC, k_BSR
 
     def _expand(self, latent_BSC: Tensor, k_BSR: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head."""

@@ -48,7 +48,7 @@ def _attention_placements(name: str, attention: nn.Module, gather: TPStyle) -> d
             f"{name}.{child}": "sequence" for child in ("q_a", "q_a_norm", "kv_a", "kv_a_norm") if child in children
         }
         placements[f"{name}.inputs"] = "joint gather"
-        placements |= {f"{name}.q_b": "joint column", f"{name}.kv_b": "joint column"}
+        placements |= {f"{name}.{child}": "joint column" for child in ("q", "q_b", "kv_b") if child in children}
     else:
         placements = {name: gather} | {f"{name}.{projection}": "column" for projection in "qkv"}
         placements |= {f"{name}.{norm}": "heads" for norm in ("q_norm", "k_norm") if norm in children}

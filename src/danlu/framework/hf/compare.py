@@ -10,7 +10,9 @@ from torch import Tensor
 
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.full_model import empty_decoder
-from danlu.framework.weights import load_weights
+from danlu.framework.hf.convert import weight_shapes
+from danlu.framework.hf.families import find_family
+from danlu.framework.weights import buffer_shapes, load_weights
 from danlu.spec.model import Model
 
 MIN_TOKENS = 512
@@ -39,11 +41,14 @@ def load_imported_decoder(folder: Path, model: Model) -> Decoder:
 
 
 def load_decoder(model: Model, read: Callable[[str], Tensor], stored: torch.dtype) -> Decoder:
-    """Danlu's decoder with parameters that `read` returns by name, rounded to the `stored` dtype."""
+    """Danlu's decoder with what `read` returns by name, parameters rounded to the `stored` dtype."""
     decoder = empty_decoder(model)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(read(name).to(stored))
+        family = find_family(model)
+        for name in buffer_shapes(model).keys() & (weight_shapes(model, family) if family else {}).keys():
+            decoder.get_buffer(name).copy_(read(name))
     return decoder
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from danlu.framework.hf.families import FAMILIES, ModelFamily
 from danlu.framework.hf.families.hf_config import HFConfig, key_line
 from danlu.framework.hf.families.keys import IGNORED_KEYS
-from danlu.framework.hf.families.rope import LLAMA3, ROPE_KEYS
+from danlu.framework.hf.families.rope import LLAMA3, ROPE_KEYS, YARN
 from danlu.spec.files import MAX_JSON_BYTES, parse_json, read_text
 from danlu.spec.model import Model
 from danlu.spec.names import MAX_LABEL_LENGTH
@@ -17,6 +17,11 @@ from danlu.spec.text import one_line
 
 CONFIG_FILE = "config.json"
 
+_REMEDIES = {
+    "quantization_config": (
+        "a copy of the model in bf16: published beside the quantized one, or made with the publisher's conversion tool",
+    )
+}
 _LARGEST = 10**18
 """Larger than any number of a configuration, and still exact enough to compute with."""
 
@@ -47,7 +52,9 @@ def model_from_config(config: HFConfig, family: ModelFamily, name: str) -> Model
         raise SpecError(config.problems)
     for key, only in family.only_values.items():
         if config.get(key) not in (only, None):
-            config.add_unsupported(key, f"only {format_value(only)}" if only is not None else "no support for it")
+            config.add_unsupported(
+                key, f"only {format_value(only)}" if only is not None else "no support for it", *_REMEDIES.get(key, ())
+            )
     fields = family.model_fields(config)
     if config.problems:
         raise SpecError(config.problems)
@@ -84,6 +91,8 @@ def _is_rope_table(value: Any) -> bool:
         isinstance(value, dict)
         and all(inner is None or isinstance(inner, str | bool) or _is_number(inner) for inner in value.values())
         and all(_is_number(value.get(key, 1)) for key in ("rope_theta", *LLAMA3))
+        and all(_is_number(value.get(key) or 0) for key in YARN if key != "truncate")
+        and isinstance(value.get("truncate", True), bool)
     )
 
 

@@ -4,6 +4,8 @@ Both work one tensor at a time, so that memory does not grow with the model.
 """
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +28,9 @@ from danlu.framework.hf.families import ModelFamily, find_family, unsupported_tr
 from danlu.framework.hf.families.hf_config import HFConfig
 from danlu.framework.hf.families.tensor_names import TensorNamePair
 from danlu.framework.hf.tokenizer import GENERATION_FILE, ExportTokenizer
-from danlu.framework.weights import WEIGHTS_FILE_PREFIX, parameter_shapes
+from danlu.framework.weights import WEIGHTS_FILE_PREFIX, buffer_shapes, parameter_shapes
 from danlu.spec import toml
+from danlu.spec.byte_format import format_bytes
 from danlu.spec.model import Model
 from danlu.spec.problem import SpecError, problem_at
 from danlu.storage.checkpoint.safetensors_io import (
@@ -47,6 +50,7 @@ EXPORT_DTYPES = {"fp32": ("float32", torch.float32), "bf16": ("bfloat16", torch.
 """Dtypes of an export, by Danlu's name: Hugging Face's name and torch's dtype."""
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _CONFIG_FILES = (CONFIG_FILE, GENERATION_FILE)
 
 ReadTensor = Callable[[str], Tensor]
@@ -60,6 +64,8 @@ class ImportResult:
     family: ModelFamily
     ignored_keys: list[str]
     """Keys of the configuration that were skipped, because Danlu does not know them."""
+    left_out: str
+    """What of the weights was not imported, because Danlu's model does not have it; empty if nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def import_hf(
                 shutil.copy2(folder / name, partial_output / HF_CONFIG_DIR / name)
         _copy_tokenizer_files(folder, partial_output)
         (partial_output / MODEL_FILE).write_text(toml.dumps(model), "utf-8")
-    return ImportResult(model, source.family, unknown_keys(config, source.family))
+    return ImportResult(model, source.family, unknown_keys(config, source.family), source.left_out())
 
 
 def open_hf(folder: Path) -> tuple[HFConfig, Model, "HFWeights"]:
@@ -156,20 +162,29 @@ def _check_layers(config: HFConfig, family: ModelFamily, model: Model, weights: 
         raise SpecError([config.problem(family.experts_key, message, "use configuration and weights of one model")])
 
 
+def weight_shapes(model: Model, family: ModelFamily) -> dict[str, torch.Size]:
+    """Names and shapes of a model's parameters, and of the buffers that the family has a tensor for."""
+    theirs = {name.danlu for name in family.names}
+    buffers = {
+        name: shape for name, shape in buffer_shapes(model).items() if _LAYER_NUMBER.sub(".{layer}.", name, 1) in theirs
+    }
+    return parameter_shapes(model) | buffers
+
+
 def _tensor_mappings(model: Model, family: ModelFamily) -> dict[str, _TensorMapping]:
-    """The Hugging Face tensors of every parameter of a model."""
+    """The Hugging Face tensors of every parameter of a model, and of its buffers if they have one."""
     layers = [str(layer) for layer in range(model.layers)]
     known = {
         name.danlu.format(layer=layer): _TensorMapping(name, layer)
         for name in family.names
         for layer in (layers if "{layer}" in name.danlu else [""])
     }
-    return {parameter: known[parameter] for parameter in parameter_shapes(model)}
+    return {parameter: known[parameter] for parameter in weight_shapes(model, family)}
 
 
 def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: torch.dtype) -> Iterator[WeightEntry]:
     """The tensors of an export; experts are written one by one from their stack, which is read once."""
-    shapes = parameter_shapes(model)
+    shapes, buffers = weight_shapes(model, family), buffer_shapes(model)
     read_once = lru_cache(maxsize=1)(read)
 
     def one(name: str, expert: int | None) -> Iterator[Tensor]:
@@ -178,7 +193,8 @@ def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: 
 
     for name, mapping in _tensor_mappings(model, family).items():
         if not mapping.name.per_expert:
-            yield WeightEntry(mapping.hf(), shapes[name], dtype, partial(one, name, None))
+            stored = torch.float32 if name in buffers else dtype
+            yield WeightEntry(mapping.hf(), shapes[name], stored, partial(one, name, None))
             continue
         experts, inputs, outputs = shapes[name]
         for expert in range(experts):
@@ -192,7 +208,7 @@ class HFWeights:
         self.weights = weights
         self.model = model
         self.family = family
-        self.shapes = parameter_shapes(model)
+        self.shapes = weight_shapes(model, family)
         self.mappings = _tensor_mappings(model, family)
         self.stacked = _has_stacks(weights)
 
@@ -204,6 +220,19 @@ class HFWeights:
         if problems := self.weights.find_mismatches(expected, self._is_redundant):
             raise SpecError(problems)
         self._check_tied_head()
+
+    def left_out(self) -> str:
+        """What of the weights Danlu's model does not have, with its size; empty if nothing."""
+        names = [name for name in self.weights.names if self.family.is_left_out(name, self.model)]
+        if not names:
+            return ""
+        size = sum(math.prod(self.weights.shape(name)) * self.weights.dtype(name).itemsize for name in names)
+        return f"{self.family.left_out_title}: {len(names)} tensors, {format_bytes(size)}"
+
+    def parameter_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of all tensors but buffers, which keep theirs in any export."""
+        buffers = {self.mappings[name].hf() for name in buffer_shapes(self.model) if name in self.mappings}
+        return {self.weights.dtype(name) for name in self.weights.names if name not in buffers}
 
     def entries(self) -> Iterator[WeightEntry]:
         """What an import writes, in the model's order."""

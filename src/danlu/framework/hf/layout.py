@@ -52,7 +52,7 @@ def _config_checks(config: HFConfig, weights: HFWeights) -> Iterator[LayoutCheck
         family.architecture if right else f"is {named}, but must be [{family.architecture}]",
     )
     said = values.get("dtype", values.get("torch_dtype"))
-    stored = {str(weights.weights.dtype(name)) for name in weights.weights.names}
+    stored = {str(dtype) for dtype in weights.parameter_dtypes()}
     right = stored == {_DTYPE_NAMES.get(str(said), "")}
     yield LayoutCheck(
         f"{CONFIG_FILE}: dtype",

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+from danlu.framework.hf.families.deepseek_v3 import DeepseekV3
 from danlu.framework.hf.families.family import ModelFamily
 from danlu.framework.hf.families.llama import Llama
 from danlu.framework.hf.families.mistral import Mistral
@@ -12,7 +13,7 @@ from danlu.framework.hf.families.traits import model_traits
 from danlu.spec.model import Model
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family for family in (Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral())
+    family.model_type: family for family in (Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), DeepseekV3())
 }
 """By `model_type`; a model that several families have is exported as the first of them."""
 

@@ -26,6 +26,8 @@ class ModelFamily:
     only_values: ClassVar[Mapping[str, Any]] = ONLY_VALUES
     experts_key: ClassVar[str] = ""
     """The key for the number of experts, if it has any."""
+    left_out_title: ClassVar[str] = ""
+    """Of tensors that an import leaves out, what they are."""
     traits: ClassVar[Collection[str]] = ()
     """Names of `model_traits` that all its models have."""
     optional_traits: ClassVar[Collection[str]] = ()
@@ -59,6 +61,10 @@ class ModelFamily:
     def is_redundant(self, name: str, model: Model) -> bool:
         """Whether a tensor of a folder need not be imported, as an old table of rotary positions."""
         return name.endswith(".rotary_emb.inv_freq")
+
+    def is_left_out(self, name: str, model: Model) -> bool:
+        """Whether a tensor of a folder is of a part that Danlu's model does not have, which an import says."""
+        return False
 
     def missing_traits(self, model: Model) -> list[str]:
         """Traits of the family that a model does not have, and would get."""

@@ -13,6 +13,7 @@ def model_traits(model: Model) -> dict[str, str]:
         "bias": ("bias", model.bias),
         "qkv_bias": ("qkv_bias", model.qkv_bias),
         "qk_norm": ("qk_norm", model.qk_norm),
+        "mla": ("[model.mla]", model.mla is not None),
     }
     if moe is not None:
         traits |= {
@@ -21,6 +22,11 @@ def model_traits(model: Model) -> dict[str, str]:
             "moe.dense_layers": (f"moe.dense_layers = {moe.dense_layers}", moe.dense_layers > 0),
             "moe.score": (f'moe.score = "{moe.score}"', moe.score != "softmax"),
             "moe.normalize": ("moe.normalize = false", not moe.normalize),
+            "moe.routed_scaling_factor": (
+                f"moe.routed_scaling_factor = {moe.routed_scaling_factor}",
+                moe.routed_scaling_factor != 1.0,
+            ),
+            "moe.n_group": (f"moe.n_group = {moe.n_group}", moe.n_group > 1),
             "moe.balance": ('moe.balance = "bias"', moe.balance == "bias"),
         }
     return {name: text for name, (text, has) in traits.items() if has}
