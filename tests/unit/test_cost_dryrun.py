@@ -97,7 +97,22 @@ MUON = {
     "muon: ep × tp": (plan(shard=4, tp=2, ep=4), 8),
     "muon: hsdp × ep, fewer experts than ranks": (plan(replicate=2, shard=16, ep=4), 32),
 }
-LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window: fsdp × cp × tp, recomputed": {"window": 1024},
+    "window: 1f1b × tp": {"window": 1024, "global_every": 4},
+    "sinks: fsdp × cp × tp": {"window": 512, "global_every": 2, "sinks": True},
+    "sinks: fsdp, selective": {"sinks": True},
+    "softcap: fsdp × tp, recomputed": {"window": 1024, "global_every": 2, "score_softcap": 50.0, "sinks": True},
+}
+"""Layers with a window, and attention whose scores are in memory: what changes of the model."""
+WINDOW_LAYOUTS = {
+    "window: fsdp × cp × tp, recomputed": (plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2), 8),
+    "window: 1f1b × tp": (plan(pp=2, shard=2, tp=2, microbatches=4), 8),
+    "sinks: fsdp × cp × tp": (plan(shard=2, cp=2, tp=2), 4),
+    "sinks: fsdp, selective": (plan(shard=8, recompute="selective"), 8),
+    "softcap: fsdp × tp, recomputed": (plan(shard=4, tp=2, recompute="full"), 4),
+}
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | WINDOW_LAYOUTS
 QUICK = {
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
@@ -105,6 +120,7 @@ QUICK = {
     "ep × tp, selective",
     "fp32: fsdp",
     "muon: hsdp × tp",
+    "sinks: fsdp × cp × tp",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 
@@ -112,10 +128,11 @@ CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for
 def recipe_of(name: str) -> Recipe:
     """Eight layers of a model with experts or without."""
     wanted, sequences = LAYOUTS[name]
+    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b")
     return Recipe(
         name="dry",
         steps=1,
-        model=load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8}),
+        model=model.model_copy(update={"layers": 8} | WINDOWS.get(name, {})),
         data=DataConfig(shards="none", document_mask=name in DOCUMENTS),
         batch=BatchConfig(sequences=sequences, length=4096),
         precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),

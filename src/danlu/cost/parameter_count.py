@@ -5,7 +5,8 @@ or GELU (two) feed-forward network; a norm before each of the two and one before
 position table of `sequence` rows if positions are learned, and a head that is the token table if `tied`. With `bias`
 every projection of attention and of the dense feed-forward network has one, with `qkv_bias` those of queries, keys and
 values; router, experts, shared experts and head never have. With `qk_norm` queries and keys have a norm of one head's
-width each. The shared experts of a layer are one network of their joint width.
+width each, and with `post_norms` attention and feed-forward network have a norm after them too; with `sinks` every head
+has a number. The shared experts of a layer are one network of their joint width.
 """
 
 from dataclasses import dataclass
@@ -69,19 +70,24 @@ def flops_per_token(model: Model, length: int) -> float:
     Model FLOPs: those of the mathematics, without recompute or masked scores. A multiply-add is two, the backward
     pass twice the forward one, so every active parameter outside the lookup tables counts 6; the head counts even if
     it is the token table. Scores and weighted sums of attention take 12 · layers · heads · head · length over
-    full sequences; a causal model needs half of that.
+    full sequences; a causal model needs half of that, and a layer with a window only the pairs in it.
     """
     multiplied = count_active_parameters(model) - count_embedding_parameters(model)
     if model.tied:
         multiplied += embedding_head.table_parameters(model_shape(model))
-    return 6.0 * multiplied + 6.0 * model.layers * model.heads * model.head_dim * length
+    seen = 0.0  # by a token, over all layers and twice: in the mean half of the sequence, or less with a window
+    for layer in range(model.layers):
+        window = min(model.layer_window(layer) or length, length)
+        seen += 2.0 * window - window**2 / length
+    return 6.0 * multiplied + 6.0 * model.heads * model.head_dim * seen
 
 
 def count_layer_parameters(model: Model, layer: int) -> LayerParameters:
     """Count the parameters of layer number `layer`."""
     shape, moe = model_shape(model), model.moe
     held = attention.parameters(shape, qkv_bias=model.bias or model.qkv_bias, out_bias=model.bias)
-    norms = 2 * _norm(model) + (2 * model.head_dim if model.qk_norm else 0)
+    held += model.heads if model.sinks else 0
+    norms = (4 if model.post_norms else 2) * _norm(model) + (2 * model.head_dim if model.qk_norm else 0)
     if moe is None or not model.is_moe_layer(layer):
         dense = mlp.parameters(shape, model.mlp_dim, bias=model.bias)
         return LayerParameters(held, norms, dense, router=0, expert=0, experts=0, top_k=0)
