@@ -64,6 +64,12 @@ def _gemma3(**changes: Any) -> Any:
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE | GEMMA | changes))
 
 
+def _gpt_oss(**changes: Any) -> Any:
+    own = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    own |= {"num_hidden_layers": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SHAPE | own | changes))
+
+
 FAMILIES: dict[str, Make] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -72,6 +78,7 @@ FAMILIES: dict[str, Make] = {
     "mixtral": _mixtral,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,6 +110,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss tied": ("gpt_oss", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}),
     "gemma2 with a head of its own": ("gemma2", {"tie_word_embeddings": False}),
     "gemma3": ("gemma3_text", {"layer_types": GEMMA3_LAYERS}),

@@ -166,6 +166,9 @@ def test_files_are_cut_and_keep_the_dtype(tmp_path: Path) -> None:
         ("llama", {"sliding_window": 128}, "sliding_window", "is 128, but Danlu's model has no window in this family"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types", "has 3 layers, but num_hidden_layers is 2"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types", "only layers of type"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config", "no quantized weights"),
+        ("gpt-oss", {"rope_parameters": None}, "rope_parameters", "is missing, and the family scales positions"),
+        ("gpt-oss", {"swiglu_limit": 8.0}, "swiglu_limit", "is 8.0, but Danlu's model has only 7.0"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "is 50.0"),
         (
             "gemma3",

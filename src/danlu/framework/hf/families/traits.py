@@ -27,6 +27,7 @@ def model_traits(model: Model) -> dict[str, str]:
     if moe is not None:
         traits |= {
             "moe": ("[model.moe]", True),
+            "moe.bias": ("moe.bias", moe.bias),
             "moe.shared": (f"moe.shared = {moe.shared}", moe.shared > 0),
             "moe.dense_layers": (f"moe.dense_layers = {moe.dense_layers}", moe.dense_layers > 0),
             "moe.score": (f'moe.score = "{moe.score}"', moe.score != "softmax"),
