@@ -4,9 +4,10 @@ The transformer that is counted, and that `framework` builds: q, k, v and o proj
 or GELU (two) feed-forward network; a norm before each of the two and one before the head; a token table, a learned
 position table of `sequence` rows if positions are learned, and a head that is the token table if `tied`. With `bias`
 every projection of attention and of the dense feed-forward network has one, with `qkv_bias` those of queries, keys and
-values; router, experts, shared experts and head never have. With `qk_norm` queries and keys have a norm of one head's
-width each; the latents of MLA have one each. With `post_norms` attention and feed-forward network have a norm after
-them too; with `sinks` every head has a number. The shared experts of a layer are one network of their joint width.
+values, with `moe.bias` router and experts; shared experts and head never have. With `qk_norm` queries and keys have a
+norm of one head's width each; the latents of MLA have one each. With `post_norms` attention and feed-forward network
+have a norm after them too; with `sinks` every head has a number. The shared experts of a layer are one network of their
+joint width.
 """
 
 from dataclasses import dataclass
@@ -101,6 +102,9 @@ def count_layer_parameters(model: Model, layer: int) -> LayerParameters:
         return LayerParameters(held, norms, dense, router=0, expert=0, experts=0, top_k=0)
     shared = mlp.parameters(shape, shape.shared_width)
     router, expert = experts.router_parameters(shape), experts.expert_parameters(shape)
+    if moe.bias:
+        router += moe.experts
+        expert += shape.num_up_projections * moe.width + model.width
     return LayerParameters(held, norms, shared, router, expert, moe.experts, moe.top_k)
 
 
