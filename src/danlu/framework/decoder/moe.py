@@ -4,7 +4,7 @@ Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -189,7 +189,7 @@ class LocalDispatcher(nn.Module):
     """Take the load as even instead of reading it, since FakeTensors have no values."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would recompile
-    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
+    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
         """Apply the experts to token copies sorted by expert; the result is in the same order."""
         return experts(x_ND, balanced_counts(len(x_ND), len(counts_E)) if self.assume_balanced else counts_E.tolist())
 
