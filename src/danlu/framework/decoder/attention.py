@@ -21,8 +21,8 @@ class Documents(NamedTuple):
 
     positions_BS: Tensor
     """Of every token in its document, over the full sequences."""
-    mask_B1SS: Tensor
-    """Added to the scores: 0 for the earlier tokens of the same document, else -inf."""
+    mask_B1SS: Tensor | None = None
+    """Added to the scores: 0 for the earlier tokens of the same document, else -inf. None if attention makes its own."""
 
     @classmethod
     def from_positions(cls, positions_BS: Tensor, dtype: torch.dtype) -> Self:
@@ -45,19 +45,23 @@ class CoreAttention(nn.Module):
     def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend; the result has the shape of `q_BSHW`."""
         positions_BS, mask = (None, None) if documents is None else documents
-        if self.theta is not None:
-            q_BSHW, k_BSKW = (apply_rope(x, self.theta, self.scaling, positions_BS) for x in (q_BSHW, k_BSKW))
+        q_BSHW, k_BSKW = self.rotate(q_BSHW, k_BSKW, positions_BS)
         q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
         grouped = q.shape[1] != k.shape[1]
         attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         return attended.transpose(1, 2)
 
+    def rotate(self, q_BSHW: Tensor, k_BSKW: Tensor, positions_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Queries and keys at their positions, which count from 0 unless they are given, if positions are rotary."""
+        if self.theta is None:
+            return q_BSHW, k_BSKW
+        q_BSHW, k_BSKW = (apply_rope(x, self.theta, self.scaling, positions_BS) for x in (q_BSHW, k_BSKW))
+        return q_BSHW, k_BSKW
+
     def extend(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, cache: KVCache) -> Tensor:
         """As `forward` at the positions after those in the cache, which are attended to as well; adds these to it."""
         first, new = cache.length, q_BSHW.shape[1]
-        if self.theta is not None:
-            positions_1S = torch.arange(first, first + new, device=q_BSHW.device)[None]
-            q_BSHW, k_BSKW = (apply_rope(x, self.theta, self.scaling, positions_1S) for x in (q_BSHW, k_BSKW))
+        q_BSHW, k_BSKW = self.rotate(q_BSHW, k_BSKW, torch.arange(first, first + new, device=q_BSHW.device)[None])
         k_BSKW, v_BSKW = cache.append(k_BSKW, v_BSKW)
         q, k, v = (x.transpose(1, 2) for x in (q_BSHW, k_BSKW, v_BSKW))
         grouped = q.shape[1] != k.shape[1]

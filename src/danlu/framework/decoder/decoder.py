@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.block import Block, build_norm
+from danlu.parallel.sequence_shard import SequenceShard
 from danlu.spec.model import Model
 
 
@@ -20,19 +21,17 @@ class Embed(nn.Module):
         super().__init__()
         self.token = nn.Embedding(model.vocabulary, model.width)
         self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
-        self.cp_rank = 0
-        """Index of this rank's shard of the sequence."""
+        self.shard = SequenceShard()
+        """This rank's positions of a sequence."""
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Look up every token, and its position if positions are learned; `positions` are those of full sequences."""
         x_BSD = self.token(tokens_BS)
         if self.position is None:
             return x_BSD
-        length = tokens_BS.shape[1]
-        first, last = self.cp_rank * length, (self.cp_rank + 1) * length
         if positions is None:
-            return x_BSD + self.position(torch.arange(first, last, device=tokens_BS.device)[None])
-        return x_BSD + self.position(positions[:, first:last])
+            return x_BSD + self.position(self.shard.positions(tokens_BS.shape[1], tokens_BS.device)[None])
+        return x_BSD + self.position(self.shard.take(positions))
 
     def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
         """As `forward` at the positions from `first` on."""
@@ -72,6 +71,8 @@ class Decoder(nn.Module):
             {str(layer): Block(model, layer) for layer in (range(model.layers) if layers is None else layers)}
         )
         self.head = Head(model) if last else None
+        self.mask_documents = True
+        """Make the mask of documents for all layers; off where attention makes its own, block by block."""
         self.tied = model.tied
         self.tie_weights()
 
@@ -87,7 +88,9 @@ class Decoder(nn.Module):
         """
         if self.embed is not None:
             x = self.embed(x, positions)
-        documents = None if positions is None else Documents.from_positions(positions, x.dtype)
+        documents = None
+        if positions is not None:
+            documents = Documents.from_positions(positions, x.dtype) if self.mask_documents else Documents(positions)
         for block in self.blocks.values():
             x = block(x, documents)
         return x if self.head is None else self.head(x)
