@@ -368,9 +368,9 @@ def gathered_parameter(sharded: Any) -> Tensor | None:
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, added: Tensor | None, *, scale: float
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, added: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Attention by this device's fused kernel, and its log-sum-exp, which `scaled_dot_product_attention` does not return.
+    """Attention by this device's fused kernel, and its log-sum-exp: `scaled_dot_product_attention` does not return it.
 
     None where the device has no such kernel for these tensors. Of `[sequences, heads, positions, width]`.
     """
@@ -394,9 +394,9 @@ def flash_attention_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
+    *,
     causal: bool,
     added: Tensor | None,
-    *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The gradients of query, key and value by the kernel of `flash_attention`; None where there is none."""

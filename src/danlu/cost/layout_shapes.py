@@ -31,6 +31,7 @@ class LayoutShapes:
             sequence_parallel=self.software.sequence_parallel,
             expert_tp=self.software.expert_tp,
             expert_imbalance=self.software.expert_imbalance,
+            ring=layout.cp > 1 and (layout.ring or not self.software.ulysses),
         )
         self.local = LocalShape(
             self.shard,

@@ -53,7 +53,7 @@ class RankCounter(LayoutShapes):
         """
         shape, shard = self.shape, self.shard
         batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp
-        pairs *= 1.0 if self.software.document_mask else 0.5
+        pairs *= attention.masked_share(shard) if self.software.document_mask else 0.5
         core = attention.core_flops(batch, pairs, shape.head_dim, shape.v_head_dim)
         total = 0.0
         for (moe, recompute), count in contents.runs:
@@ -83,11 +83,17 @@ class RankCounter(LayoutShapes):
         return self.layout.microbatches * total
 
     def _context(self, contents: StageContents) -> float:
-        """All-to-all between heads and positions, both ways."""
+        """All-to-all between heads and positions, both ways; or keys and values, and back again their gradients."""
         if self.shard.cp == 1:
             return 0.0
-        once = float(self.software.activation_bytes * sum(attention.ulysses_elements(self.shard)))
-        return sum(self.layout.microbatches * count * once * _passes(kind) for kind, count in contents.runs)
+        each, gradients = float(self.software.activation_bytes), 0.0
+        if self.shard.ring:
+            elements = (self.shard.cp - 1) * attention.key_value_elements(self.shard)
+            once, gradients = each * elements, float(self.software.ring_gradient_bytes * elements)
+        else:
+            once = each * sum(attention.ulysses_elements(self.shard))
+        passes = sum(count * (once * _passes(kind) + gradients) for kind, count in contents.runs)
+        return self.layout.microbatches * passes
 
     def _expert(self, contents: StageContents) -> float:
         """Tokens to their experts and back."""

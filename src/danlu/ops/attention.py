@@ -54,8 +54,20 @@ def core_flops(
 
 
 def mask_bytes(shard: LayerShard, element_bytes: int) -> float:
-    """Bytes of the mask that keeps documents apart, over full sequences even with `cp`; one serves all layers."""
-    return float(element_bytes) * shard.sequences * shard.length**2
+    """Bytes of the mask that keeps documents apart, over full sequences even with `cp`; one serves all layers.
+
+    A ring has none: each rank makes what it needs of it, block by block.
+    """
+    return 0.0 if shard.ring and shard.cp > 1 else float(element_bytes) * shard.sequences * shard.length**2
+
+
+def masked_share(shard: LayerShard) -> float:
+    """Share of all pairs of positions that is computed where a mask in memory keeps documents apart.
+
+    A kernel that is given a mask computes every pair. A ring gives it no block without visible pairs, so that it
+    computes the causal half, and the other half of the block of a rank's own positions.
+    """
+    return 0.5 * (1 + 1 / shard.cp) if shard.ring else 1.0
 
 
 def causal_pairs(queries: int, keys: int) -> int:
@@ -75,8 +87,9 @@ def ulysses_elements(shard: LayerShard) -> tuple[int, int]:
 
 
 def key_value_elements(shard: LayerShard) -> int:
-    """Elements of the keys and values that a ring passes on."""
-    return 2 * shard.tokens * max(1, shard.model.kv_heads // shard.tp) * shard.model.head_dim
+    """Elements of the keys and values that a rank passes on around a ring, in every turn but the last."""
+    shape = shard.model
+    return shard.tokens * max(1, shape.kv_heads // shard.tp) * (shape.head_dim + shape.v_head_dim)
 
 
 def moved_bytes(shard: LayerShard) -> tuple[float, float]:

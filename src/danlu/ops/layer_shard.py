@@ -35,6 +35,8 @@ class LayerShard(NamedTuple):
     """Tensor parallelism inside an expert."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert rank over the mean."""
+    ring: bool = False
+    """Whether `cp` passes keys and values around a ring, not heads to all in exchange for positions."""
 
     @property
     def tokens(self) -> int:

@@ -24,7 +24,7 @@ class BlockMask(NamedTuple):
     causal: bool = False
     """Only the keys up to the query's own index; the block has as many keys as queries."""
     added_B1ST: Tensor | None = None
-    """Added to the scores. Low but finite where a key is hidden: a query that sees none of a block must not give NaN."""
+    """Added to the scores; low but finite for a hidden key: a query that sees none of a block must not become NaN."""
 
 
 def hidden_score(dtype: torch.dtype) -> float:
@@ -36,7 +36,8 @@ def attend(q_BHSW: Tensor, k_BKTW: Tensor, v_BKTW: Tensor, mask: BlockMask) -> t
     """The result for every query over these keys alone, in the dtype of the queries, and its log-sum-exp in fp32."""
     k_BHTW, v_BHTW = (_repeat_heads(x, q_BHSW.shape[1]) for x in (k_BKTW, v_BKTW))
     scale, width = 1 / math.sqrt(q_BHSW.shape[-1]), v_BHTW.shape[-1]
-    found = flash_attention(*_same_width(q_BHSW, k_BHTW, v_BHTW), *mask, scale=scale)
+    q, k, v = _same_width(q_BHSW, k_BHTW, v_BHTW)
+    found = flash_attention(q, k, v, causal=mask.causal, added=mask.added_B1ST, scale=scale)
     if found is not None:
         return found[0][..., :width], found[1]
     scores_BHST = _scores(q_BHSW, k_BHTW, mask, scale)
@@ -58,8 +59,10 @@ def attend_backward(
     heads, kv_heads = q_BHSW.shape[1], k_BKTW.shape[1]
     k_BHTW, v_BHTW = (_repeat_heads(x, heads) for x in (k_BKTW, v_BKTW))
     scale, widths = 1 / math.sqrt(q_BHSW.shape[-1]), (q_BHSW.shape[-1], k_BKTW.shape[-1], v_BKTW.shape[-1])
-    padded = _same_width(grad_BHSW, q_BHSW, k_BHTW, v_BHTW, out_BHSW)
-    found = flash_attention_backward(*padded, logsumexp_BHS, *mask, scale=scale)
+    grad, q, k, v, out = _same_width(grad_BHSW, q_BHSW, k_BHTW, v_BHTW, out_BHSW)
+    found = flash_attention_backward(
+        grad, q, k, v, out, logsumexp_BHS, causal=mask.causal, added=mask.added_B1ST, scale=scale
+    )
     if found is None:
         found = _plain_backward(grad_BHSW, q_BHSW, k_BHTW, v_BHTW, out_BHSW, logsumexp_BHS, mask, scale)
     d_q, d_k, d_v = (gradient[..., :width] for gradient, width in zip(found, widths, strict=True))

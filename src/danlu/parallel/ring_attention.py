@@ -11,6 +11,7 @@ the result instead of sending again. What they do is in plain functions (`DECOMP
 Shapes: B sequences, S positions held (S·ranks in all), H heads, K key-value heads, W width of a head.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +41,7 @@ class RingAttention(nn.Module):
         super().__init__()
         self.core = core
         self.group_name = group.group_name
-        self.shard = SequenceShard(group.rank(), group.size(), zigzag=True)
+        self.shard = _shard_of(group)
 
     def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None) -> Tensor:
         """Attend; the result has the shape of `q_BSHW`, with the width of the values.
@@ -65,7 +66,7 @@ def apply_ring(attentions: Iterable[nn.Module], group: ProcessGroup) -> None:
         attention.core = RingAttention(attention.get_submodule("core"), group)
 
 
-class _Block(NamedTuple):
+class RingBlock(NamedTuple):
     """The queries that see something of the keys a rank has in a turn, and the keys that they see."""
 
     queries: slice
@@ -73,74 +74,67 @@ class _Block(NamedTuple):
     mask: BlockMask
 
 
-class _Ring:
-    """One pass around the ring, as one rank sees it."""
+def ring_blocks(shard: SequenceShard, held: int, first_BS: Tensor | None, dtype: torch.dtype) -> Iterator[RingBlock]:
+    """What a rank computes in every turn: first with its own keys, then with those of the ranks before it.
 
-    def __init__(self, group_name: str, held: int) -> None:
-        self.group = resolve_process_group(group_name)
-        self.rank, self.ranks, self.held = self.group.rank(), self.group.size(), held
+    It holds `held` positions. `first_BS` is where the document of each of its queries begins in the full sequence.
+    """
+    everything, half = slice(0, held), held // 2
+    for turn in range(shard.ranks):
+        source = shard._replace(rank=(shard.rank - turn) % shard.ranks)
+        queries = slice(half, held) if source.rank > shard.rank else everything
+        keys = slice(0, half) if source.rank < shard.rank else everything
+        mask = BlockMask(causal=turn == 0)
+        if first_BS is not None:
+            key_T = source.positions(held, first_BS.device)[keys]
+            hidden_BST = key_T < first_BS[:, queries, None]
+            if turn == 0:
+                hidden_BST = hidden_BST | (key_T > key_T[:, None])
+            added_BST = torch.zeros(hidden_BST.shape, dtype=dtype, device=first_BS.device)
+            mask = BlockMask(added_B1ST=added_BST.masked_fill_(hidden_BST, hidden_score(dtype))[:, None])
+        yield RingBlock(queries, keys, mask)
 
-    def pass_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send tensors to the next rank; what is returned waits for those of the rank before.
 
-        Tensors must stay as they are until then.
-        """
-        following, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        arriving = [torch.empty_like(tensor) for tensor in tensors]
-        transfers = [dist.P2POp(dist.isend, x, group=self.group, group_peer=following) for x in tensors]
-        transfers += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in arriving]
-        works = dist.batch_isend_irecv(transfers)
+def _pass_on(group: ProcessGroup, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Begin to send tensors to the next rank; what is returned waits for those of the rank before.
 
-        def wait() -> list[Tensor]:
-            for work in works:
-                work.wait()
-            return arriving
+    Tensors must stay as they are until then.
+    """
+    following, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    arriving = [torch.empty_like(tensor) for tensor in tensors]
+    transfers = [dist.P2POp(dist.isend, tensor, group=group, group_peer=following) for tensor in tensors]
+    transfers += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=before) for tensor in arriving]
+    works = dist.batch_isend_irecv(transfers)
 
-        return wait
+    def wait() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        return arriving
 
-    def blocks(self, first_BS: Tensor | None, dtype: torch.dtype) -> Iterator[_Block]:
-        """What this rank computes in every turn: first with its own keys, then with those of the ranks before it."""
-        everything, half = slice(0, self.held), self.held // 2
-        for turn in range(self.ranks):
-            source = (self.rank - turn) % self.ranks
-            queries = slice(half, self.held) if source > self.rank else everything
-            keys = slice(0, half) if source < self.rank else everything
-            if first_BS is None:
-                yield _Block(queries, keys, BlockMask(causal=turn == 0))
-            else:
-                yield _Block(queries, keys, self._document_mask(first_BS, dtype, source, queries, keys))
+    return wait
 
-    def _document_mask(
-        self, first_BS: Tensor, dtype: torch.dtype, source: int, queries: slice, keys: slice
-    ) -> BlockMask:
-        """Hide keys before the first position of the query's document; among a rank's own keys, later ones too."""
-        key_T = SequenceShard(source, self.ranks, zigzag=True).positions(self.held, first_BS.device)[keys]
-        hidden_BST = key_T < first_BS[:, queries, None]
-        if source == self.rank:
-            hidden_BST = hidden_BST | (key_T > key_T[:, None])
-        added_BST = torch.zeros(hidden_BST.shape, dtype=dtype, device=first_BS.device)
-        return BlockMask(added_B1ST=added_BST.masked_fill_(hidden_BST, hidden_score(dtype))[:, None])
+
+def _shard_of(group: ProcessGroup) -> SequenceShard:
+    return SequenceShard(group.rank(), group.size(), zigzag=True)
 
 
 def _attend_around(
     q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, first_BS: Tensor | None, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """The result in the layout of the queries, and its log-sum-exp by head and query."""
-    ring = _Ring(group_name, q_BSHW.shape[1])
+    group = resolve_process_group(group_name)
+    blocks = ring_blocks(_shard_of(group), q_BSHW.shape[1], first_BS, q_BSHW.dtype)
     q_BHSW = q_BSHW.transpose(1, 2)
-    travelling = [k_BSKW.contiguous(), v_BSKW.contiguous()]
-    out_BHSW = logsumexp_BHS = None
-    for turn, (queries, keys, mask) in enumerate(ring.blocks(first_BS, q_BSHW.dtype)):
-        arriving = ring.pass_on(travelling) if turn + 1 < ring.ranks else None
-        k_BKTW, v_BKTW = (x[:, keys].transpose(1, 2) for x in travelling)
+    traveling = [k_BSKW.contiguous(), v_BSKW.contiguous()]
+    out_BHSW = torch.zeros(*q_BHSW.shape[:3], v_BSKW.shape[-1], dtype=torch.float32, device=q_BSHW.device)
+    logsumexp_BHS = torch.full_like(out_BHSW[..., 0], -math.inf)
+    for turn, (queries, keys, mask) in enumerate(blocks, start=1):
+        arriving = _pass_on(group, traveling) if turn < group.size() else None
+        k_BKTW, v_BKTW = (x[:, keys].transpose(1, 2) for x in traveling)
         more_BHSW, more_BHS = attend(q_BHSW[:, :, queries], k_BKTW, v_BKTW, mask)
-        if out_BHSW is None or logsumexp_BHS is None:  # over its own keys, which every query sees some of
-            out_BHSW, logsumexp_BHS = more_BHSW.float(), more_BHS.contiguous()
-        else:
-            merge(out_BHSW[:, :, queries], logsumexp_BHS[:, :, queries], more_BHSW, more_BHS)
+        merge(out_BHSW[:, :, queries], logsumexp_BHS[:, :, queries], more_BHSW, more_BHS)
         if arriving is not None:
-            travelling = arriving()
-    assert out_BHSW is not None and logsumexp_BHS is not None
+            traveling = arriving()
     return out_BHSW.transpose(1, 2).type_as(q_BSHW).contiguous(), logsumexp_BHS
 
 
@@ -159,20 +153,20 @@ def _attend_around_backward(
     Gradients of keys and values are summed in fp32. Those from a rank's own queries stay with it, so that one turn less
     is sent.
     """
-    ring = _Ring(group_name, q_BSHW.shape[1])
+    group = resolve_process_group(group_name)
+    blocks = ring_blocks(_shard_of(group), q_BSHW.shape[1], first_BS, q_BSHW.dtype)
     grad_BHSW, q_BHSW, out_BHSW = (x.transpose(1, 2) for x in (grad_BSHW, q_BSHW, out_BSHW))
-    travelling = [k_BSKW.contiguous(), v_BSKW.contiguous()]
+    traveling = [k_BSKW.contiguous(), v_BSKW.contiguous()]
     d_q_BHSW = torch.zeros_like(q_BHSW, dtype=torch.float32)
-    d_own = [torch.zeros_like(x, dtype=torch.float32) for x in travelling]
+    d_own = [torch.zeros_like(x, dtype=torch.float32) for x in traveling]
     returning: Callable[[], list[Tensor]] | None = None
-    for turn, (queries, keys, mask) in enumerate(ring.blocks(first_BS, q_BSHW.dtype)):
-        arriving = ring.pass_on(travelling) if turn + 1 < ring.ranks else None
-        k_BKTW, v_BKTW = (x[:, keys].transpose(1, 2) for x in travelling)
-        rows = (x[:, :, queries] for x in (grad_BHSW, q_BHSW))
-        result = (out_BHSW[:, :, queries], logsumexp_BHS[:, :, queries])
-        d_q, *d_kv = attend_backward(*rows, k_BKTW, v_BKTW, *result, mask)
+    for turn, (queries, keys, mask) in enumerate(blocks, start=1):
+        arriving = _pass_on(group, traveling) if turn < group.size() else None
+        k_BKTW, v_BKTW = (x[:, keys].transpose(1, 2) for x in traveling)
+        grad, q, out, logsumexp = (x[:, :, queries] for x in (grad_BHSW, q_BHSW, out_BHSW, logsumexp_BHS))
+        d_q, *d_kv = attend_backward(grad, q, k_BKTW, v_BKTW, out, logsumexp, mask)
         d_q_BHSW[:, :, queries] += d_q
-        if turn == 0:
+        if turn == 1:
             gradients = d_own
         elif returning is None:
             gradients = [torch.zeros_like(x) for x in d_own]
@@ -180,10 +174,10 @@ def _attend_around_backward(
             gradients = returning()
         for sum_BSKW, more_BKTW in zip(gradients, d_kv, strict=True):
             sum_BSKW[:, keys] += more_BKTW.transpose(1, 2)
-        if turn > 0:
-            returning = ring.pass_on(gradients)
+        if turn > 1:
+            returning = _pass_on(group, gradients)
         if arriving is not None:
-            travelling = arriving()
+            traveling = arriving()
     if returning is not None:
         for sum_BSKW, more_BSKW in zip(d_own, returning(), strict=True):
             sum_BSKW += more_BSKW
@@ -206,8 +200,7 @@ _ring_attention_backward: Any = torch.library.custom_op(
 )
 
 
-@ring_attention.register_fake
-def _(
+def _attended_shapes(
     q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, first_BS: Tensor | None, group_name: str
 ) -> tuple[Tensor, Tensor]:
     sequences, held, heads, _ = q_BSHW.shape
@@ -215,8 +208,9 @@ def _(
     return q_BSHW.new_empty(sequences, held, heads, v_BSKW.shape[-1]), logsumexp_BHS
 
 
-@_ring_attention_backward.register_fake
-def _(grad: Tensor, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient_shapes(
+    grad: Tensor, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHW, k_BSKW, v_BSKW))
     return q, k, v
 
@@ -234,6 +228,8 @@ def _differentiate(ctx: Any, grad_BSHW: Tensor, _grad_logsumexp: None) -> tuple[
     return *gradients, None, None
 
 
+ring_attention.register_fake(_attended_shapes)
+_ring_attention_backward.register_fake(_gradient_shapes)
 ring_attention.register_autograd(_differentiate, setup_context=_save)
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

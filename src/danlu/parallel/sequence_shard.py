@@ -1,7 +1,7 @@
-"""Which positions of every sequence a rank of `cp` holds: the loader, learned and rotary positions, and attention agree.
+"""Which positions of every sequence a rank of `cp` holds: the loader, learned and rotary positions and attention agree.
 
-Consecutive positions for Ulysses. For a ring a sequence has two chunks per rank, and rank r of n holds chunk r and chunk
-2n − 1 − r: under the causal mask a late chunk has as much more work than the mean as its early one has less.
+Consecutive positions for Ulysses. For a ring a sequence has two chunks per rank, and rank r of n holds chunk r and
+chunk 2n - 1 - r: under the causal mask a late chunk has as much more work than the mean as an early one has less.
 """
 
 from typing import NamedTuple

@@ -22,7 +22,7 @@ class Documents(NamedTuple):
     positions_BS: Tensor
     """Of every token in its document, over the full sequences."""
     mask_B1SS: Tensor | None = None
-    """Added to the scores: 0 for the earlier tokens of the same document, else -inf. None if attention makes its own."""
+    """Added to the scores: 0 for earlier tokens of the document, else -inf; None if attention makes its own."""
 
     @classmethod
     def from_positions(cls, positions_BS: Tensor, dtype: torch.dtype) -> Self:
