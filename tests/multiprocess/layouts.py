@@ -231,6 +231,24 @@ def _layouts() -> list[Layout]:
     moe("cp × ep", cp=2, shard=2, ep=2)
     moe("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)
     moe("zero-bubble × ep", pp=2, shard=2, ep=2, microbatches=4, schedule="zero-bubble", per_rank=2)
+    # Keys and values in a ring.
+    ring = {"context_parallel": "ring"}
+    dense("ring cp", cp=2, **ring)
+    dense("ring cp 4", cp=4, **ring)
+    dense("ring cp 8, fewer key-value heads than ranks", cp=8, **ring)
+    dense("ring cp, accumulate 4, recompute full", cp=2, microbatches=4, recompute="full", **ring)
+    dense("ring cp, recompute selective", cp=2, recompute="selective", **ring)
+    dense("ring cp, compiled", cp=2, compile=True, **ring)
+    dense("ring cp, recompute selective, compiled", cp=2, recompute="selective", compile=True, **ring)
+    dense("tp × ring cp", tp=2, cp=2, **ring)
+    dense("tp × ring cp, regathered", tp=2, cp=2, regather_inputs=True, **ring)
+    dense("fsdp × ring cp", shard=2, cp=2, **ring)
+    dense("ring cp × interleaved", cp=2, pp=2, microbatches=4, schedule="interleaved", per_rank=2, **ring)
+    dense("ring cp × zbv", cp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2, **ring)
+    dense("fsdp × ring cp × tp", shard=2, cp=2, tp=2, **ring)
+    gpt("ring cp", cp=2, **ring)
+    moe("ring cp × ep", cp=2, shard=2, ep=2, **ring)
+    moe("1f1b × ring cp × tp", pp=2, cp=2, tp=2, microbatches=4, **ring)
     # Axes laid across the network against their usual order.
     dense("tp across nodes", shard=2, tp=2, mapping={"tp": {"fabric": 2}})
     moe("ep across nodes, replicas of experts inside", shard=4, ep=2, mapping={"ep": {"fabric": 2}})
@@ -326,7 +344,7 @@ QUICK = (
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
     "fsdp × tp, regathered",
-    *("moe fsdp × ep", "moe ep over tp"),
+    *("moe fsdp × ep", "moe ep over tp", "tp × ring cp"),
     *("muon hsdp", "muon fsdp × tp"),
     "mla fsdp × tp × ep 4",
     "sinks tp × cp",
