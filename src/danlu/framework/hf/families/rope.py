@@ -70,4 +70,6 @@ def rope_values(model: Model) -> dict[str, Any]:
         keys = LLAMA3 if scaling.kind == "llama3" else YARN
         found = {key: getattr(scaling, field) for key, field in keys.items()}
         values["rope_scaling"] |= {key: value for key, value in found.items() if value is not None}
+        if scaling.truncate:
+            values["rope_scaling"].pop("truncate", None)
     return values
