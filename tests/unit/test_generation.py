@@ -30,6 +30,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense, tied, grouped heads": {"kv_heads": 2, "tied": True},
     "one key-value head, wide heads, head norms": {"kv_heads": 1, "head_width": 12, "qk_norm": True},
     "scaled positions": {"rope_scaling": {"factor": 8.0, "original": 8}},
+    "window": {"kv_heads": 2, "window": 6},
+    "windows and every second layer without, positions of their own": {
+        "window": 5,
+        "global_every": 2,
+        "local_rope_theta": 500.0,
+        "rope_scaling": {"kind": "linear", "factor": 4.0},
+    },
+    "window in the last layer, sinks": {"window": 7, "global_first": 2, "sinks": True, "kv_heads": 2},
+    "capped scores and logits, scaled queries": {"score_softcap": 3.0, "logit_softcap": 5.0, "query_scalar": 20.0},
+    "gemma's norms": {
+        "zero_centered_norm": True,
+        "post_norms": True,
+        "scaled_embedding": True,
+        "qk_norm": True,
+        "activation": "geglu",
+    },
     "latent": {"mla": MLA},
     "latent keys and values alone, wide values, experts": {
         "mla": {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 14},
@@ -53,10 +69,11 @@ def decoder(**changes: Any) -> Decoder:
     values = {"vocabulary": 61, "layers": 3, "width": 32, "heads": 4, "sequence": 48} | changes
     made = Decoder(Model.model_validate(values))
     generator = torch.Generator().manual_seed(3)
+    one = not changes.get("zero_centered_norm", False)
     with torch.no_grad():
         for parameter in made.parameters():
             width = parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 3.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / width + (parameter.ndim == 1))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / width + one * (parameter.ndim == 1))
         for module in made.modules():
             if isinstance(module, Router):
                 module.bias_E.copy_(torch.randn(module.bias_E.shape, generator=generator) * 0.1)

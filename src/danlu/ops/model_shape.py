@@ -54,7 +54,7 @@ def model_shape(model: Model) -> ModelShape:
         head_dim=model.head_dim,
         v_head_dim=model.v_head_dim,
         mlp_dim=model.mlp_dim,
-        gated=model.activation == "swiglu",
+        gated=model.gated,
         vocabulary=model.vocabulary,
         tied=model.tied,
         positions=model.sequence if model.position == "learned" else 0,

@@ -25,12 +25,15 @@ class UlyssesAttention(nn.Module):
         self.core = core
         self.group = group
 
-    def forward(self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None) -> Tensor:
+    def forward(
+        self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, documents: Any = None, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """Attend over the sequence of all ranks; the result has the shape that the core's has. Values may be narrower.
 
-        `documents` describes full sequences on every rank, as the core takes it.
+        `documents` describes full sequences on every rank, as the core takes it; `sinks_H` has a value per head.
         """
         ranks = self.group.size()
+        own = () if sinks_H is None else (sinks_H.unflatten(0, (ranks, -1))[self.group.rank()],)
         kv_heads = k_BSKW.shape[2]
         if kv_heads % ranks:
             # Fewer key-value heads than ranks: repeat them up to one per rank.
@@ -44,7 +47,8 @@ class UlyssesAttention(nn.Module):
         full = self._exchange(qkv.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
         shapes = [(x.shape[2] // ranks, x.shape[3]) for x in parts]
         pieces = full.split([count * width for count, width in shapes], dim=2)
-        attended = self.core(*(x.unflatten(2, shape) for x, shape in zip(pieces, shapes, strict=True)), documents)
+        q, k, v = (x.unflatten(2, shape) for x, shape in zip(pieces, shapes, strict=True))
+        attended = self.core(q, k, v, documents, *own)
         back = self._exchange(attended.unflatten(1, (ranks, -1)).movedim(1, 0))
         return back.movedim(0, 2).flatten(2, 3)
 

@@ -25,6 +25,7 @@ from danlu.torch_compat import flatten_sequence_first
 TPStyle = Literal[
     "sequence",
     "heads",
+    "per head",
     "gather",
     "regather",
     "column",
@@ -41,6 +42,7 @@ TPStyle = Literal[
 
 - sequence: works on each position alone, so its parameters are replicated and its sequence is sharded (norms, routers)
 - heads: works on each head alone, so its parameters are replicated and the heads sharded (norms of queries and keys)
+- per head: has one value per head, so its parameters are sharded with the heads (attention sinks)
 - gather: needs the full sequence, gathered once for all its inner matrices
 - regather: the same, but gathered again in the backward pass instead of kept for it
 - column, row: a matrix sharded by outputs, and the next one sharded by inputs, its result reduce-scattered by sequence
@@ -84,6 +86,16 @@ class VocabParallel(ParallelStyle):
         return DTensor.from_local(found, mesh, [Partial()]).redistribute(placements=[self.output]).to_local()
 
 
+class HeadParallel(ParallelStyle):
+    """A module whose `weight` has one row per head, and whose result are the rows of this rank's heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module.get_parameter("weight")
+        module.weight = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(0)]), weight.requires_grad)
+        module.register_forward_hook(lambda module, inputs, output: output.to_local())
+        return module
+
+
 def _style(style: TPStyle) -> ParallelStyle:
     match style:
         case "regather":
@@ -94,6 +106,8 @@ def _style(style: TPStyle) -> ParallelStyle:
             return SequenceParallel(use_local_output=True)
         case "heads":
             return SequenceParallel(sequence_dim=2, use_local_output=True)
+        case "per head":
+            return HeadParallel()
         case "gather":
             return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         case "column":

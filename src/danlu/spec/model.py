@@ -116,10 +116,11 @@ class RopeScaling(SpecModel):
     A pair of features that rotates fewer than `low` times within `original` positions is slowed by `factor`, one that
     rotates more than `high` times is unchanged, and in between the two are blended: linearly in the number of
     rotations with kind "llama3", in the number of the pair with kind "yarn" (Peng et al., "YaRN", 2023), which also
-    sharpens attention by a factor that grows with the logarithm of `factor`.
+    sharpens attention by a factor that grows with the logarithm of `factor`. Of kind "linear": all pairs are slowed by
+    `factor`.
     """
 
-    kind: Literal["llama3", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     """How positions are scaled."""
     factor: float = Field(gt=0, le=10**6)
     """How many times slower the slowest pairs rotate."""
@@ -127,8 +128,8 @@ class RopeScaling(SpecModel):
     """Rotations within `original` positions below which a pair is slowed by the full factor (YaRN's `beta_slow`)."""
     high: float = Field(default=4.0, gt=0, le=10**9)
     """Rotations above which a pair is unchanged (YaRN's `beta_fast`); if omitted, 4 for "llama3" and 32 for "yarn"."""
-    original: SequenceLength
-    """Positions the model was first trained at."""
+    original: SequenceLength = 1
+    """Positions the model was first trained at; kind "linear" does not need them."""
     attention_factor: float | None = Field(default=None, gt=0, le=10**6)
     """Of "yarn": multiplies rotated queries and keys; if omitted, it follows from `factor` and the two `mscale`."""
     mscale: float | None = Field(default=None, gt=0, le=10**6)
@@ -147,6 +148,14 @@ class RopeScaling(SpecModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.kind == "linear" and (self.low, self.high, self.original) != (1.0, 4.0, 1):
+            raise ValueError(
+                '`low`, `high` and `original` have no effect with kind "linear"\nomit them, or kind = "llama3"'
+            )
+        if self.kind != "linear" and self.original == 1:
+            raise ValueError(
+                f'`original` must be given for kind "{self.kind}"\noriginal = the length of the first training'
+            )
         if self.high <= self.low:
             raise ValueError(
                 f"`high` must be above `low` ({self.low}), but is {self.high} instead\nhigh = {4 * self.low}"
@@ -214,8 +223,30 @@ class Model(SpecModel):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Rotary positions scaled beyond the length of the first training."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """Of the feed-forward networks: gated (three matrices) or not (two)."""
+    local_rope_theta: float | None = Field(default=None, gt=0, le=1e15)
+    """Base of the rotary frequencies of layers with a window, whose positions are then not scaled (Gemma 3)."""
+    window: SequenceLength | None = None
+    """Latest positions that attention sees, its own included (sliding window); all if omitted."""
+    global_every: int | None = Field(default=None, ge=2, le=MAX_LAYERS)
+    """The last of every so many layers sees all positions: 6 in Gemma 3, 2 in gpt-oss; if omitted, none does."""
+    global_first: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """The first layers that see all positions."""
+    sinks: bool = False
+    """A learned logit per head that takes part in the softmax of attention, and has no value (gpt-oss)."""
+    score_softcap: float | None = Field(default=None, gt=0, le=10**6)
+    """Attention scores are bounded by it, smoothly: cap · tanh(score / cap) (Gemma 2)."""
+    logit_softcap: float | None = Field(default=None, gt=0, le=10**6)
+    """The same for the logits over the vocabulary."""
+    query_scalar: float | None = Field(default=None, gt=0, le=10**9)
+    """Attention scores are divided by its square root; `head_width` if omitted."""
+    zero_centered_norm: bool = False
+    """RMS norms multiply by 1 + weight, and the weight starts at 0 (Gemma)."""
+    post_norms: bool = False
+    """Norms also after attention and after the feed-forward network, before they are added to the stream (Gemma)."""
+    scaled_embedding: bool = False
+    """Multiply token embeddings by √width (Gemma)."""
+    activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"
+    """Of the feed-forward networks: gated (three matrices: "swiglu", "geglu" with GELU's tanh form) or not (two)."""
     bias: bool = False
     """Biases on all projections of attention and of the dense feed-forward network."""
     qkv_bias: bool = False
@@ -260,6 +291,12 @@ class Model(SpecModel):
                 f'`rope_theta` must be above 1 for positions of kind "yarn", but is {self.rope_theta} instead\n'
                 "rope_theta = 10000.0"
             )
+        self._check_windows()
+        if self.zero_centered_norm and self.norm != "rms":
+            raise ValueError(
+                f'`norm` must be "rms" for `zero_centered_norm`, but is "{self.norm}" instead\n'
+                'norm = "rms", or omit `zero_centered_norm`'
+            )
         if self.bias and self.qkv_bias:
             raise ValueError(
                 "`qkv_bias` must be false where `bias` gives every projection one, but is true instead\nomit `qkv_bias`"
@@ -271,17 +308,59 @@ class Model(SpecModel):
             )
         return self
 
+    def _check_windows(self) -> None:
+        """What says which layers have a window needs one, and has an effect."""
+        given = {
+            "global_every": self.global_every is not None,
+            "global_first": self.global_first > 0,
+            "local_rope_theta": self.local_rope_theta is not None,
+        }
+        if self.window is None and any(given.values()):
+            name = next(name for name, has in given.items() if has)
+            raise ValueError(f"`{name}` has no effect without `window`\nwindow = 1024, or omit `{name}`")
+        if self.window is not None and all(self.layer_window(layer) is None for layer in range(self.layers)):
+            raise ValueError(
+                f"`global_first` ({self.global_first}) and `global_every` leave no layer with a window\nomit `window`"
+            )
+        if self.local_rope_theta is not None and self.position != "rope":
+            raise ValueError(
+                f'`position` must be "rope" for `local_rope_theta`, but is "{self.position}" instead\n'
+                'position = "rope", or omit `local_rope_theta`'
+            )
+
+    def layer_window(self, layer: int) -> int | None:
+        """Positions that layer number `layer` sees; None if all."""
+        every = self.global_every
+        is_global = layer < self.global_first or (every is not None and layer % every == every - 1)
+        return None if is_global else self.window
+
+    @property
+    def mixes_windows(self) -> bool:
+        """Whether some layers have a window and others have none."""
+        return self.window is not None and bool(self.global_every or self.global_first)
+
+    @property
+    def materializes_scores(self) -> bool:
+        """Whether attention is computed score by score in memory, because no fused kernel has sinks or a softcap."""
+        return self.sinks or self.score_softcap is not None
+
+    @property
+    def gated(self) -> bool:
+        """Whether feed-forward networks have a gate."""
+        return self.activation != "gelu"
+
     def _check_mla(self) -> None:
         """Settings of grouped-query attention have no effect on latent attention."""
         if self.mla is None:
             return
-        for field in ("kv_heads", "head_width"):
+        for field in ("kv_heads", "head_width", "window", "score_softcap", "query_scalar"):
             if (value := getattr(self, field)) is not None:
+                why = "which has its own" if field in ("kv_heads", "head_width") else "which has none"
                 raise ValueError(
-                    f"`{field}` must be omitted for latent attention, which has its own, but is {value} instead\n"
+                    f"`{field}` must be omitted for latent attention, {why}, but is {value} instead\n"
                     f"omit `{field}`, or [model.mla]"
                 )
-        for field in ("bias", "qkv_bias", "qk_norm"):
+        for field in ("bias", "qkv_bias", "qk_norm", "sinks"):
             if getattr(self, field):
                 raise ValueError(
                     f"`{field}` must be false for latent attention, but is true instead\nomit `{field}`, or [model.mla]"

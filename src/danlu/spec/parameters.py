@@ -59,13 +59,16 @@ def layer_parameters(model: Model, moe: bool) -> Iterator[ParameterShape]:
     yield from _norm("attention_norm", model)
     yield from _attention(model) if model.mla is None else _latent_attention(model, model.mla)
     yield from _norm("mlp_norm", model)
+    if model.post_norms:
+        yield from _norm("attention_post_norm", model)
+        yield from _norm("mlp_post_norm", model)
     if not moe:
         yield from _mlp("mlp", model, model.mlp_dim, model.bias)
         return
     assert model.moe is not None
     experts, hidden = model.moe.experts, model.moe.width
     yield ParameterShape("mlp.router.gate.weight", (experts, width))
-    for name in ("gate", "up") if model.activation == "swiglu" else ("up",):
+    for name in ("gate", "up") if model.gated else ("up",):
         yield ParameterShape(f"mlp.experts.{name}", (experts, width, hidden))
     yield ParameterShape("mlp.experts.down", (experts, hidden, width))
     if model.moe.shared:
@@ -80,6 +83,8 @@ def _attention(model: Model) -> Iterator[ParameterShape]:
         yield ParameterShape("attention.q_norm.weight", (head,))
         yield ParameterShape("attention.k_norm.weight", (head,))
     yield from _linear("attention.o", model.width, model.heads * head, model.bias)
+    if model.sinks:
+        yield ParameterShape("attention.sinks.weight", (model.heads,))
 
 
 def _latent_attention(model: Model, mla: MLAConfig) -> Iterator[ParameterShape]:
@@ -114,6 +119,6 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[Parame
 
 
 def _mlp(name: str, model: Model, hidden: int, bias: bool) -> Iterator[ParameterShape]:
-    for up in ("gate", "up") if model.activation == "swiglu" else ("up",):
+    for up in ("gate", "up") if model.gated else ("up",):
         yield from _linear(f"{name}.{up}", hidden, model.width, bias)
     yield from _linear(f"{name}.down", model.width, hidden, bias)

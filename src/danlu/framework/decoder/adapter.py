@@ -50,6 +50,7 @@ class DecoderAdapter:
             apply_cp((block.get_submodule("attention") for block in self.blocks(stage_module)), group)
             if decoder.embed is not None:
                 decoder.embed.cp_rank = mesh.coordinate("cp")
+        decoder.sequence_ranks = self.plan.degrees.cp * self.plan.degrees.tp
         if mesh.ep_mesh is not None:
             apply_ep(moe_layers(decoder), mesh.ep_mesh)
         for layer in moe_layers(decoder):

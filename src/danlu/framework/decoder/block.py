@@ -9,23 +9,18 @@ from torch import Tensor, nn
 from danlu.framework.decoder.attention import Attention, Documents
 from danlu.framework.decoder.kv_cache import KVCache
 from danlu.framework.decoder.latent_attention import LatentAttention
-from danlu.framework.decoder.moe import MoeLayer
+from danlu.framework.decoder.moe import MoeLayer, gate_activation
+from danlu.framework.decoder.norm import build_norm
 from danlu.spec.model import Model
 
 
-def build_norm(model: Model) -> nn.Module:
-    """The norm before a layer's parts and before the head."""
-    if model.norm == "rms":
-        return nn.RMSNorm(model.width, eps=model.norm_epsilon)
-    return nn.LayerNorm(model.width, eps=model.norm_epsilon)
-
-
 class Mlp(nn.Module):
-    """The feed-forward network: SwiGLU or GELU."""
+    """The feed-forward network: SwiGLU, GEGLU or GELU."""
 
     def __init__(self, width: int, hidden: int, activation: str, bias: bool) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=bias) if activation == "swiglu" else None
+        self.activation = activation
+        self.gate = nn.Linear(width, hidden, bias=bias) if activation != "gelu" else None
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
 
@@ -33,7 +28,7 @@ class Mlp(nn.Module):
         """Transform every position independently."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BSD)))
-        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        return self.down(gate_activation(self.gate(x_BSD), self.activation) * self.up(x_BSD))
 
 
 class Block(nn.Module):
@@ -41,8 +36,9 @@ class Block(nn.Module):
 
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
+        self.window = model.layer_window(layer)
         self.attention_norm = build_norm(model)
-        self.attention = LatentAttention(model) if model.mla else Attention(model)
+        self.attention = LatentAttention(model) if model.mla else Attention(model, layer)
         self.mlp_norm = build_norm(model)
         self.mlp: nn.Module
         if model.is_moe_layer(layer):
@@ -52,18 +48,27 @@ class Block(nn.Module):
             self.mlp = MoeLayer(model.width, moe, model.activation, shared)
         else:
             self.mlp = Mlp(model.width, model.mlp_dim, model.activation, model.bias)
+        self.attention_post_norm = build_norm(model) if model.post_norms else None
+        self.mlp_post_norm = build_norm(model) if model.post_norms else None
 
     def attention_residual(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention with its residual connection."""
         # By name: the hooks of tensor parallelism prepare what has a place.
-        return x_BSD + self.attention(self.attention_norm(x_BSD), documents=documents)
+        y_BSD = self.attention(self.attention_norm(x_BSD), documents=documents)
+        return x_BSD + (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
+
+    def mlp_residual(self, x_BSD: Tensor) -> Tensor:
+        """The feed-forward network or experts with their residual connection."""
+        y_BSD = self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD + (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD))
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention and feed-forward network, each with its residual connection."""
-        x_BSD = self.attention_residual(x_BSD, documents)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return self.mlp_residual(self.attention_residual(x_BSD, documents))
 
     def extend(self, x_BSD: Tensor, cache: KVCache) -> Tensor:
         """As `forward` at the positions after those in the cache, to which these are added."""
-        x_BSD = x_BSD + self.attention.extend(self.attention_norm(x_BSD), cache)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        y_BSD = self.attention.extend(self.attention_norm(x_BSD), cache)
+        return self.mlp_residual(
+            x_BSD + (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
+        )

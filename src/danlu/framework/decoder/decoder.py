@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from danlu.framework.decoder.attention import Documents
-from danlu.framework.decoder.block import Block, build_norm
+from danlu.framework.decoder.block import Block
+from danlu.framework.decoder.norm import build_norm
 from danlu.spec.model import Model
 
 
@@ -20,12 +21,13 @@ class Embed(nn.Module):
         super().__init__()
         self.token = nn.Embedding(model.vocabulary, model.width)
         self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
+        self.scale = model.width**0.5 if model.scaled_embedding else None
         self.cp_rank = 0
         """Index of this rank's shard of the sequence."""
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Look up every token, and its position if positions are learned; `positions` are those of full sequences."""
-        x_BSD = self.token(tokens_BS)
+        x_BSD = self._look_up(tokens_BS)
         if self.position is None:
             return x_BSD
         length = tokens_BS.shape[1]
@@ -36,24 +38,30 @@ class Embed(nn.Module):
 
     def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
         """As `forward` at the positions from `first` on."""
-        x_BSD = self.token(tokens_BS)
+        x_BSD = self._look_up(tokens_BS)
         if self.position is None:
             return x_BSD
         positions_1S = torch.arange(first, first + tokens_BS.shape[1], device=tokens_BS.device)[None]
         return x_BSD + self.position(positions_1S)
 
+    def _look_up(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD: Tensor = self.token(tokens_BS)
+        return x_BSD if self.scale is None else x_BSD * self.scale
+
 
 class Head(nn.Module):
-    """The final norm and the output projection."""
+    """The final norm and the output projection, whose logits may be capped."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.norm = build_norm(model)
         self.score = nn.Linear(model.width, model.vocabulary, bias=False)
+        self.softcap = model.logit_softcap
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Logits over the vocabulary at every position."""
-        return self.score(self.norm(x_BSD))
+        logits_BSV: Tensor = self.score(self.norm(x_BSD))
+        return logits_BSV if self.softcap is None else self.softcap * torch.tanh(logits_BSV / self.softcap)
 
 
 class Decoder(nn.Module):
@@ -72,6 +80,9 @@ class Decoder(nn.Module):
             {str(layer): Block(model, layer) for layer in (range(model.layers) if layers is None else layers)}
         )
         self.head = Head(model) if last else None
+        self.window, self.masks_all = model.window, model.materializes_scores
+        self.sequence_ranks = 1
+        """Ranks over which hidden states are sharded by sequence: of `cp` and `tp`."""
         self.tied = model.tied
         self.tie_weights()
 
@@ -87,7 +98,21 @@ class Decoder(nn.Module):
         """
         if self.embed is not None:
             x = self.embed(x, positions)
-        documents = None if positions is None else Documents.from_positions(positions, x.dtype)
+        local, documents = self._masks(x, positions)
         for block in self.blocks.values():
-            x = block(x, documents)
+            x = block(x, documents if block.window is None else local)
         return x if self.head is None else self.head(x)
+
+    def _masks(self, x_BSD: Tensor, positions: Tensor | None) -> tuple[Documents | None, Documents | None]:
+        """What layers with a window see, and the others; one mask for all layers of a kind."""
+        length, dtype = x_BSD.shape[1] * self.sequence_ranks, x_BSD.dtype
+        documents = None
+        if positions is not None:
+            documents = Documents.from_positions(positions, dtype)
+        elif self.masks_all:
+            documents = Documents.causal(length, dtype, x_BSD.device)
+        if self.window is None or self.window >= length:
+            return documents, documents
+        if positions is not None:
+            return Documents.from_positions(positions, dtype, self.window), documents
+        return Documents.causal(length, dtype, x_BSD.device, self.window), documents

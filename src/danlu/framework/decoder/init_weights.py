@@ -23,7 +23,8 @@ def init_weights(stage_modules: Iterable[nn.Module], model: Model, seed: int) ->
             deviation = _deviation(name, model)
             with torch.no_grad():
                 if deviation is None:
-                    parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+                    zero = name.endswith(".bias") or model.zero_centered_norm
+                    parameter.fill_(0.0 if zero else 1.0)
                 else:
                     _fill_normal(parameter, deviation, _key(seed, name))
         for buffer in stage_module.buffers():
@@ -31,7 +32,7 @@ def init_weights(stage_modules: Iterable[nn.Module], model: Model, seed: int) ->
 
 
 def _deviation(name: str, model: Model) -> float | None:
-    """Standard deviation of a matrix, or None for norms (ones) and biases (zeros).
+    """Standard deviation of a matrix, or None for norms (ones, or zeros if centered there) and biases (zeros).
 
     GPT-2's scheme: 0.02, and smaller by √(2·layers) where a layer writes to the residual stream.
     """

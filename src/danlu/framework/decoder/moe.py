@@ -118,12 +118,18 @@ class Router(nn.Module):
             self.bias_E += self.moe.balance_rate * torch.sign(self.step_load_E.mean() - self.step_load_E)
 
 
+def gate_activation(x: Tensor, activation: str) -> Tensor:
+    """What multiplies the other up-projection of a gated feed-forward network."""
+    return F.gelu(x, approximate="tanh") if activation == "geglu" else F.silu(x)
+
+
 class Experts(nn.Module):
     """The feed-forward networks of this rank's experts, as stacked matrices."""
 
     def __init__(self, width: int, moe: Moe, activation: str) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(moe.experts, width, moe.width)) if activation == "swiglu" else None
+        self.activation = activation
+        self.gate = nn.Parameter(torch.empty(moe.experts, width, moe.width)) if activation != "gelu" else None
         self.up = nn.Parameter(torch.empty(moe.experts, width, moe.width))
         self.down = nn.Parameter(torch.empty(moe.experts, moe.width, width))
 
@@ -136,7 +142,7 @@ class Experts(nn.Module):
         outputs = []
         for expert, x in enumerate(x_ND.split(counts)):
             hidden = x @ up[expert]
-            hidden = F.gelu(hidden) if gate is None else F.silu(x @ gate[expert]) * hidden
+            hidden = F.gelu(hidden) if gate is None else gate_activation(x @ gate[expert], self.activation) * hidden
             outputs.append(hidden @ down[expert])
         return torch.cat(outputs)
 

@@ -26,6 +26,8 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
         placements |= {f"{name}.attention_norm": "sequence", f"{name}.mlp_norm": "sequence"}
         gather: TPStyle = "regather" if int(layer) in regathered else "gather"
         placements |= _attention_placements(f"{name}.attention", block.get_submodule("attention"), gather)
+        post = [norm for norm in ("attention_post_norm", "mlp_post_norm") if getattr(block, norm) is not None]
+        placements |= {f"{name}.{norm}": "sequence" for norm in post}
         mlp = block.get_submodule("mlp")
         if isinstance(mlp, MoeLayer):
             placements[f"{name}.mlp.router.gate"] = "sequence"
@@ -50,6 +52,8 @@ def _attention_placements(name: str, attention: nn.Module, gather: TPStyle) -> d
     else:
         placements = {name: gather} | {f"{name}.{projection}": "column" for projection in "qkv"}
         placements |= {f"{name}.{norm}": "heads" for norm in ("q_norm", "k_norm") if norm in children}
+        if "sinks" in children:
+            placements[f"{name}.sinks"] = "per head"
     return placements | {f"{name}.o": "row"}
 
 

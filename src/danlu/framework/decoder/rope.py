@@ -16,6 +16,8 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None, devi
     plain = 1.0 / periods
     if scaling is None:
         return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
     if scaling.kind == "yarn":
         keep = _yarn_share(width, theta, scaling, device)
         return 1.0 / (scaling.factor * periods) * (1 - keep) + plain * keep
