@@ -28,6 +28,7 @@ TINY = Model(vocabulary=100, layers=3, width=4, heads=2, mlp_width=10, sequence=
         ("mixtral-8x7b", 46.7e9, 12.9e9),
         ("mixtral-8x22b", 140.6e9, 39.1e9),
         ("deepseek-v3-like", 671e9, 37e9),
+        ("deepseek-v3", 671e9, 37.5e9),
         ("bagualu-14t-like", 14.5e12, 3.92e9),
     ],
 )
@@ -39,6 +40,11 @@ def test_published_totals(name: str, total: float, active: float) -> None:
 
 def test_llama3_8b_to_the_last_parameter() -> None:
     assert count_parameters(load_model("llama3-8b")) == 8_030_261_248
+
+
+def test_deepseek_v3_to_the_last_parameter() -> None:
+    """The published files also have a bias for every routed expert, which is a buffer here."""
+    assert count_parameters(load_model("deepseek-v3")) + 58 * 256 == 671_026_419_200
 
 
 def test_by_hand() -> None:

@@ -154,14 +154,21 @@ def eager_moved_bytes(shard: LayerShard, element_bytes: int) -> tuple[float, flo
 
     Per element, forward: four products of halves with a table (4 bytes read and 4 written by each half), a difference
     and a sum (6 each), and both halves side by side (8); backward a negation (4) and two sums. Below fp32 also a cast
-    there and one back.
+    there and one back. Latent attention also joins and pads what its heads share or have two widths of, and has norms.
     """
     shape = shard.model
     if shape.positions:
         return 0.0, 0.0  # learned positions are added once, by the embedding
     elements = shard.tokens * (shape.heads + shape.kv_heads) * shape.rotated_dim / shard.tp
     casts = 2.0 * (element_bytes + 4) if element_bytes < 4 else 0.0
-    return (36.0 + casts) * elements, (40.0 + casts) * elements
+    forward, backward = (36.0 + casts) * elements, (40.0 + casts) * elements
+    if shape.mla:
+        low, width = shape.mla, shape.head_dim
+        normed = element_bytes * shard.tokens * ((low.q_lora_rank or 0) + low.kv_lora_rank) / shard.tp
+        each = element_bytes * shard.tokens * shape.heads / shard.tp
+        forward += each * (7 * width + 3 * low.v_head_dim) + 2 * normed
+        backward += each * (8 * width + 4 * low.v_head_dim + 3 * low.qk_rope_head_dim) + 3 * normed
+    return forward, backward
 
 
 def saved_bytes(shard: LayerShard, saving: Saving) -> float:

@@ -47,7 +47,8 @@ def eager_moved_bytes(shard: LayerShard, moe: bool, element_bytes: int, dispatch
     """
     shape = shard.model
     hidden, routed = mlp.hidden_elements(shard, moe), 0.0
-    summed = 2 + (shape.num_up_projections - 1) * (hidden > 0)  # queries, keys and values; gate and up
+    # Queries, keys and values, or the two latents; gate and up.
+    summed = (1 if shape.mla else 2) + (shape.num_up_projections - 1) * (hidden > 0)
     if moe:
         hidden += shard.routed_rows * shape.expert_width
         routed = dispatch * shard.routed_rows * shape.width * element_bytes / 2

@@ -363,7 +363,7 @@ class Model(SpecModel):
                     f"`{field}` must be omitted for latent attention, {why}, but is {value} instead\n"
                     f"omit `{field}`, or [model.mla]"
                 )
-        for field in ("bias", "qkv_bias", "qk_norm", "sinks"):
+        for field in ("bias", "qkv_bias", "qk_norm", "sinks", "zero_centered_norm"):
             if getattr(self, field):
                 raise ValueError(
                     f"`{field}` must be false for latent attention, but is true instead\nomit `{field}`, or [model.mla]"

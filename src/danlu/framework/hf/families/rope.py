@@ -72,4 +72,6 @@ def rope_values(model: Model) -> dict[str, Any]:
         keys = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}[scaling.kind]
         found = {key: getattr(scaling, field) for key, field in keys.items()}
         values["rope_scaling"] |= {key: value for key, value in found.items() if value is not None}
+        if scaling.truncate:
+            values["rope_scaling"].pop("truncate", None)
     return values
