@@ -75,6 +75,8 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
             precision = PrecisionConfig(compute=value)
         elif key == "ramp":
             ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
+        elif key == "moe_bias":
+            values["moe"] = values["moe"] | {"bias": value}
         elif key in ("balance", "experts", "score", "shared"):
             values["moe"] = values["moe"] | {key: value}
         elif key == "q_lora_rank":
@@ -323,6 +325,9 @@ def _layouts() -> list[Layout]:
             per_rank=2)  # fmt: skip
     changed("window fsdp × cp", {"window": 6}, shard=2, cp=2)
     changed("window tp × zbv", {"window": 6, "global_first": 1}, tp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2)
+    gpt_oss = sinks | {"bias": True, "moe_bias": True, "activation": "clamped_swiglu", "score_softcap": None}
+    moe("gpt-oss ep over tp", gpt_oss, tp=2, ep=2)
+    moe("gpt-oss 1f1b × cp × ep", gpt_oss, pp=2, cp=2, ep=2, microbatches=4)
     changed("gemma fsdp × tp", gemma, shard=2, tp=2)
     changed("gemma cp, compiled", gemma, cp=2, compile=True)
     changed("gemma tp × cp", gemma, tp=2, cp=2)
