@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,11 +13,15 @@ from danlu.framework.decoder.block import Block
 from danlu.ops import layer
 from danlu.ops.layer_shard import LayerShard
 from danlu.ops.model_shape import model_shape
-from danlu.spec.model import Model
+from danlu.spec.model import MLAConfig, Model
 
 NOT_COUNTED = ("mm", "scaled_dot_product", "_unsafe_view")
 """Matmuls and attention, which are timed by themselves, and a view by another name."""
 LENGTH = 256
+LATENT = {
+    "mla": MLAConfig(q_lora_rank=192, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64),
+    "kv_heads": None,
+}
 
 
 class Moved(TorchDispatchMode):
@@ -38,7 +42,11 @@ class Moved(TorchDispatchMode):
 
 def moved_by(model: Model, dtype: torch.dtype) -> tuple[int, int]:
     """Of one block, forward and backward."""
-    block = Block(model, 0).to(dtype)
+    block = Block(model, 0)
+    for name in ("q_a_norm", "kv_a_norm") if model.mla else ():
+        old = block.attention.get_submodule(name)
+        setattr(block.attention, name, nn.LayerNorm(*old.normalized_shape))  # type: ignore[misc]
+    block = block.to(dtype)
     x = torch.randn(1, LENGTH, model.width, dtype=dtype, requires_grad=True)
     with Moved() as forward:
         y = block(x)
@@ -48,7 +56,7 @@ def moved_by(model: Model, dtype: torch.dtype) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"position": "learned"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"position": "learned"}, LATENT], ids=str)
 def test_bytes_are_those_of_the_operators(changes: dict[str, Any], dtype: torch.dtype) -> None:
     """With LayerNorm, one kernel on a CPU too, as RMSNorm is on accelerators.
 
@@ -57,7 +65,7 @@ def test_bytes_are_those_of_the_operators(changes: dict[str, Any], dtype: torch.
     model = Model(
         vocabulary=256, layers=1, width=512, heads=8, kv_heads=2, mlp_width=1536, sequence=LENGTH, norm="layer"
     ).model_copy(update=changes)
-    shard = LayerShard(model_shape(model), 1, LENGTH)
+    shard = LayerShard(model_shape(model), 1, LENGTH, pad_values=True)
     told = layer.eager_moved_bytes(shard, False, dtype.itemsize, dispatch=0.0)
     assert told == pytest.approx(moved_by(model, dtype), rel=0.08)
 

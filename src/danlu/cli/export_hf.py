@@ -34,10 +34,11 @@ def export_hf(
     compare: Compare = True,
     as_json: Json = False,
 ) -> None:
-    """Export a run's weights and tokenizer as a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 or Mixtral.
+    """Export a run's weights and tokenizer as a Hugging Face model.
 
-    Ends by comparing logits with transformers, and with a table of what loaders read. Exit code 1 if logits differ by
-    more than the tolerance, or if something in the folder is wrong.
+    Of the families Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek-V3, the one that has the model's traits. Ends by
+    comparing logits with transformers, and with a table of what loaders read. Exit code 1 if logits differ by more than
+    the tolerance, or if something in the folder is wrong.
     """
     import torch
 

@@ -53,8 +53,8 @@ class RankMemoryEstimator(LayoutShapes):
         if contents.has_embedding_copy:  # it has no moments: the first stage owns the table
             table = table_parameters(self.shape) / layout.tp / self.groups.dense.shards(self.sharding.optimizer)
             states = states[0], states[1], states[2] - 2 * MOMENT_BYTES * table
-        if software.document_mask:
-            kept += layout.stages_per_rank * mask_bytes(self.shard, software.activation_bytes)
+        masks = mask_bytes(self.shard, software.activation_bytes, documents=software.document_mask)
+        kept += layout.stages_per_rank * masks
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )

@@ -15,6 +15,8 @@ class LayerKind(NamedTuple):
 
     moe: bool
     recompute: Recompute
+    local: bool = False
+    """Attention has a window."""
 
 
 class StageContents(NamedTuple):
@@ -73,9 +75,15 @@ def stage_contents(
     held, first = [], 0
     for count in counts:
         modes = [recompute] * count if isinstance(recompute, str) else recompute[first : first + count]
-        held.append([LayerKind(layer >= shape.dense_layers, mode) for layer, mode in enumerate(modes, start=first)])
+        held.append(
+            [
+                LayerKind(layer >= shape.dense_layers, mode, shape.is_local_layer(layer))
+                for layer, mode in enumerate(modes, start=first)
+            ]
+        )
         first += count
-    held[-1] += [held[-1][-1]] * shape.mtp
+    if shape.mtp:
+        held[-1] += [held[-1][-1]] * shape.mtp
     ranks = []
     for rank in range(pp):
         mine = stages_of_rank(rank, pp, stages_per_rank, zigzag=zigzag)

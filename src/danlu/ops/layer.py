@@ -47,7 +47,8 @@ def eager_moved_bytes(shard: LayerShard, moe: bool, element_bytes: int, dispatch
     """
     shape = shard.model
     hidden, routed = mlp.hidden_elements(shard, moe), 0.0
-    summed = 2 + (shape.num_up_projections - 1) * (hidden > 0)  # queries, keys and values; gate and up
+    # Queries, keys and values, or the two latents; gate and up.
+    summed = (1 if shape.mla else 2) + (shape.num_up_projections - 1) * (hidden > 0)
     if moe:
         hidden += shard.routed_rows * shape.expert_width
         routed = dispatch * shard.routed_rows * shape.width * element_bytes / 2
@@ -94,7 +95,7 @@ def _saved_by_operator(shard: LayerShard, saving: Saving, moe: bool) -> float:
     """
     shape, each = shard.model, float(saving.element_bytes)
     summed = each * (shard.tokens * shape.width + (shard.stream if shard.tp > 1 else 0.0))
-    exchanged = 2 if shard.cp > 1 else 1
+    exchanged = 2 if shard.cp > 1 and not shard.ring else 1
     results = saving._replace(matmul_bytes=each)  # as operators return them, before any cast to fp8
     kept = each * shard.stream + summed + exchanged * attention.saved_bytes(shard, results)
     hidden = mlp.hidden_elements(shard, moe)
@@ -114,6 +115,11 @@ def gradient_elements(shard: LayerShard, moe: bool) -> float:
     if moe:
         hidden += shard.routed_rows * shard.model.expert_width
     return (shard.model.num_up_projections + 1) * hidden + 2.0 * shard.stream
+
+
+def score_gradient_bytes(shard: LayerShard) -> float:
+    """Bytes of fp32 scores while they are computed, or of their gradients, where they are in memory: two at once."""
+    return 8.0 * attention.score_count(shard) if shard.model.by_scores else 0.0
 
 
 def deferred_gradient_elements(shard: LayerShard, moe: bool) -> float:

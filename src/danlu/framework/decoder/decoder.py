@@ -13,6 +13,7 @@ from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.block import Block
 from danlu.framework.decoder.mtp import MtpLosses, MtpModule
 from danlu.framework.decoder.norm import build_norm
+from danlu.parallel.sequence_shard import SequenceShard
 from danlu.spec.model import Model
 
 
@@ -24,19 +25,17 @@ class Embed(nn.Module):
         self.token = nn.Embedding(model.vocabulary, model.width)
         self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
         self.scale = model.width**0.5 if model.scaled_embedding else None
-        self.cp_rank = 0
-        """Index of this rank's shard of the sequence."""
+        self.shard = SequenceShard()
+        """This rank's positions of a sequence."""
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, tokens_alone: bool = False) -> Tensor:
         """Look up every token, and its position if positions are learned; `positions` are those of full sequences."""
         x_BSD = self._look_up(tokens_BS)
         if self.position is None or tokens_alone:
             return x_BSD
-        length = tokens_BS.shape[1]
-        first, last = self.cp_rank * length, (self.cp_rank + 1) * length
         if positions is None:
-            return x_BSD + self.position(torch.arange(first, last, device=tokens_BS.device)[None])
-        return x_BSD + self.position(positions[:, first:last])
+            return x_BSD + self.position(self.shard.positions(tokens_BS.shape[1], tokens_BS.device)[None])
+        return x_BSD + self.position(self.shard.take(positions))
 
     def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
         """As `forward` at the positions from `first` on."""
@@ -101,6 +100,8 @@ class Decoder(nn.Module):
         self.window, self.masks_all = model.window, model.materializes_scores
         self.sequence_ranks = 1
         """Ranks over which hidden states are sharded by sequence: of `cp` and `tp`."""
+        self.mask_documents = True
+        """Make the mask of documents for all layers; off where attention makes its own, block by block."""
         self.mtp: nn.ModuleList | None = None
         self.mtp_losses: MtpLosses | None = None
         if model.mtp and last:
@@ -156,13 +157,17 @@ class Decoder(nn.Module):
     def _masks(self, x_BSD: Tensor, positions: Tensor | None) -> tuple[Documents | None, Documents | None]:
         """What layers with a window see, and the others; one mask for all layers of a kind."""
         length, dtype = x_BSD.shape[1] * self.sequence_ranks, x_BSD.dtype
-        documents = None
-        if positions is not None:
-            documents = Documents.from_positions(positions, dtype)
-        elif self.masks_all:
-            documents = Documents.causal(length, dtype, x_BSD.device)
+
+        def mask(window: int | None) -> Documents | None:
+            if positions is not None:
+                return (
+                    Documents.from_positions(positions, dtype, window) if self.mask_documents else Documents(positions)
+                )
+            if window is None and not self.masks_all:
+                return None
+            return Documents.causal(length, dtype, x_BSD.device, window)
+
         if self.window is None or self.window >= length:
-            return documents, documents
-        if positions is not None:
-            return Documents.from_positions(positions, dtype, self.window), documents
-        return Documents.causal(length, dtype, x_BSD.device, self.window), documents
+            return (documents := mask(None)), documents
+        all_local = all(block.window is not None for block in self.blocks.values())
+        return mask(self.window), None if all_local else mask(None)

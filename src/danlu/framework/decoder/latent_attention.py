@@ -46,8 +46,8 @@ class LatentCoreAttention(nn.Module):
         return apply_rope(x_BSHR, self.theta, self.scaling, positions_BS, interleaved=True)
 
     def _rotate_last(self, x_BSHW: Tensor, positions_BS: Tensor | None) -> Tensor:
-        kept = x_BSHW.shape[-1] - self.rotated
-        return torch.cat((x_BSHW[..., :kept], self.rotate(x_BSHW[..., kept:], positions_BS)), dim=-1)
+        plain, rotated = x_BSHW.split((x_BSHW.shape[-1] - self.rotated, self.rotated), dim=-1)
+        return torch.cat((plain, self.rotate(rotated, positions_BS)), dim=-1)
 
 
 class LatentInputs(nn.Module):
