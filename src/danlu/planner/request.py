@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from danlu.planner.fit_chance import default_reserve
-from danlu.spec.cluster import Cluster
+from danlu.spec.cluster import Cluster, Dtype
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.plan import DENSE_AXES
@@ -187,9 +187,16 @@ class PlanRequest:
         return self.recipe.precision.compute
 
     @property
+    def matmul_dtype(self) -> Dtype:
+        """Precision of the matrix products: fp8 if they are quantized and the chip has it, else that of compute."""
+        precision = self.recipe.precision
+        on_chip = precision.matmul != "none" and "fp8" in self.cluster.chip.peak and self.dtype != "fp32"
+        return "fp8" if on_chip else self.dtype
+
+    @property
     def peak(self) -> float:
         """FLOP/s of one chip in that precision."""
-        return self.cluster.chip.peak[self.dtype]
+        return self.cluster.chip.peak[self.matmul_dtype]
 
     @property
     def usable_memory(self) -> float:

@@ -4,6 +4,7 @@ Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.experts, width, moe.width)) if activation != "gelu" else None
         self.up = nn.Parameter(torch.empty(moe.experts, width, moe.width))
         self.down = nn.Parameter(torch.empty(moe.experts, moe.width, width))
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+        """The product of an expert's tokens and one of its matrices."""
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
@@ -141,9 +144,12 @@ class Experts(nn.Module):
         down = _to_local(self.down).unbind()
         outputs = []
         for expert, x in enumerate(x_ND.split(counts)):
-            hidden = x @ up[expert]
-            hidden = F.gelu(hidden) if gate is None else gate_activation(x @ gate[expert], self.activation) * hidden
-            outputs.append(hidden @ down[expert])
+            hidden = self.multiply(x, up[expert])
+            if gate is None:
+                hidden = F.gelu(hidden)
+            else:
+                hidden = gate_activation(self.multiply(x, gate[expert]), self.activation) * hidden
+            outputs.append(self.multiply(hidden, down[expert]))
         return torch.cat(outputs)
 
 
