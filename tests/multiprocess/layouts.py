@@ -74,9 +74,7 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
         elif key == "compute":
             precision = PrecisionConfig(compute=value)
         elif key == "matmul":
-            precision = PrecisionConfig(
-                matmul=value, block=16
-            )  # several blocks in every matrix, and whole ones in shards
+            precision = PrecisionConfig(matmul=value, block=16)  # several in a matrix, whole ones in shards
         elif key == "ramp":
             ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
         elif key in ("balance", "experts", "score", "shared"):

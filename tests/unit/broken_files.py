@@ -299,6 +299,7 @@ CONTRADICTIONS = {
     "quantized-inputs-regathered": _plan(
         "tp = 2", "regather_inputs = true", RECIPE.replace('"bf16"', '"bf16"\nmatmul = "fp8"\nblock = 16')
     ),
+    "quantized-compiled": _plan("shard = 2", "compile = true", RECIPE.replace('"bf16"', '"bf16"\nmatmul = "fp8"')),
     "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),
     "uneven-ranks": _plan("shard = 9", recipe=RECIPE.replace("sequences = 16", "sequences = 18"), cluster=CLUSTER),
     "unknown-level": _mapped("tp = 2", "tp = {nod = 2}"),

@@ -178,9 +178,8 @@ class PlanPricer:
         shapes = placement.group_shapes
         if software.expert_tp > 1:
             shapes = tuple(each for each in shapes if each[0] not in _EXPERT_GROUPS)
-        predictor = Predictor(
-            request.model, request.recipe.batch, request.cluster, software, dtype or request.matmul_dtype
-        )
+        dtype = dtype or request.matmul_dtype
+        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, dtype)
         return predictor.predict(self._layout(candidate, shapes))
 
     def price_best_placement(self, candidate: Candidate) -> PricedPlan | None:

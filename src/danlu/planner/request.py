@@ -189,9 +189,7 @@ class PlanRequest:
     @property
     def matmul_dtype(self) -> Dtype:
         """Precision of the matrix products: fp8 if they are quantized and the chip has it, else that of compute."""
-        precision = self.recipe.precision
-        on_chip = precision.matmul != "none" and "fp8" in self.cluster.chip.peak and self.dtype != "fp32"
-        return "fp8" if on_chip else self.dtype
+        return self.recipe.precision.peak_dtype(self.cluster.chip.peak)
 
     @property
     def peak(self) -> float:

@@ -1,5 +1,6 @@
 """What to train: model, data, batch, optimizer, precision, steps."""
 
+from collections.abc import Container
 from math import log2
 from typing import Annotated, Any, Literal, Self
 
@@ -284,6 +285,13 @@ class PrecisionConfig(SpecModel):
     def block_of(self, matmul: MatmulFormat) -> int:
         """Elements of a block in this format."""
         return self.block or MATMUL_BLOCKS[matmul]
+
+    def peak_dtype(self, peaks: Container[str]) -> ComputeDtype | Literal["fp8"]:
+        """Whose peak of a chip is the run's: fp8 if products are quantized and the chip states one, else `compute`'s.
+
+        Beside activations of fp32 nothing runs at the peak of fp8.
+        """
+        return "fp8" if self.matmul != "none" and self.compute != "fp32" and "fp8" in peaks else self.compute
 
     @property
     def label(self) -> str:

@@ -49,8 +49,8 @@ def apply_block_scaling(modules: Iterable[QuantizedModule], dtypes: PrecisionCon
             continue
         block = dtypes.block_of(matmul)
         if matmul not in products:
-            native = matmul in natives and block == MATMUL_BLOCKS[matmul]
-            products[matmul] = BlockScaledProduct(BlockFormat(matmul, block, native))
+            form = BlockFormat(matmul, block, _is_native(matmul, dtypes, natives))
+            products[matmul] = BlockScaledProduct(form)
         product = products[matmul]
         if isinstance(module, Experts):
             module.multiply = product.multiply_expert
@@ -59,6 +59,16 @@ def apply_block_scaling(modules: Iterable[QuantizedModule], dtypes: PrecisionCon
             module.forward = partial(product.forward_linear, module)  # type: ignore[method-assign]
         else:
             raise TypeError(f"`{name}` must be a linear layer or experts, but is {type(module).__name__} instead")
+
+
+def emulated_formats(dtypes: PrecisionConfig, device: torch.device) -> list[MatmulFormat]:
+    """Formats of a recipe that the device does not multiply itself."""
+    used = {dtypes.matmul, *(group.matmul for group in dtypes.layers if group.matmul)} - {"none"}
+    return sorted(each for each in used if not _is_native(each, dtypes, native_formats(device)))
+
+
+def _is_native(matmul: MatmulFormat, dtypes: PrecisionConfig, natives: frozenset[str]) -> bool:
+    return matmul in natives and dtypes.block_of(matmul) == MATMUL_BLOCKS[matmul]
 
 
 def _check_shards(name: str, linear: nn.Linear, block: int) -> None:

@@ -45,13 +45,12 @@ class BlockFormat(NamedTuple):
         return Quantized(values[:, : x_RK.shape[1]].contiguous(), self._stored(scales_RC))
 
     def quantize_weight(self, weight_RK: Tensor) -> Quantized:
-        """Blocks of `block` × `block` in fp8, so that a matrix and its transpose have the same values; rows in mxfp8."""
+        """Blocks of `block` × `block` in fp8, so that a matrix and its transpose are the same; rows in mxfp8."""
         if self.matmul == "mxfp8":
             return self.quantize_rows(weight_RK)
         rows, width = weight_RK.shape
-        tiles = _blocks(
-            _blocks(weight_RK.float(), self.block).permute(1, 2, 0), self.block
-        )  # C, block, R / block, block
+        columns = _blocks(weight_RK.float(), self.block).permute(1, 2, 0)  # C, block, R
+        tiles = _blocks(columns, self.block)  # C, block, R / block, block
         scales = self.scales(tiles.abs().amax((1, 3)))
         values_KR = to_e4m3(tiles / scales[:, None, :, None]).flatten(-2).flatten(0, 1)
         scales_RC = scales.repeat_interleave(self.block, dim=1)[:, :rows].t()

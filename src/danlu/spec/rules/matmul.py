@@ -91,8 +91,8 @@ def sequence_shards_are_whole_blocks(recipe: ParsedSpec[Recipe], plan: ParsedSpe
     if cp > 1 and length % cp == 0 and length // cp % block:
         yield recipe.problem(
             "batch.length",
-            f"is {length}, which `degrees.cp` ({cp}) divides into pieces of {length // cp}, no multiple of {block}, the "
-            "block of `precision.matmul`",
+            f"is {length}, which `degrees.cp` ({cp}) divides into pieces of {length // cp}, no multiple of {block}, "
+            "the block of `precision.matmul`",
             f"length = {closest_multiple(length, cp * block)}, or a smaller `cp`",
         )
 
@@ -108,7 +108,17 @@ def quantized_inputs_are_kept(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]
         )
 
 
+def quantized_products_are_not_compiled(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Compiled blocks with quantized products have not been compared with others yet."""
+    if plan.value.compile and recipe.value.precision.quantizes:
+        yield plan.problem(
+            "compile",
+            "is true, but the recipe quantizes matrix products, and compiled blocks are not verified with them",
+            'compile = false, or `matmul = "none"` under [precision]',
+        )
+
+
 MATMUL_RULES: tuple[RecipeRule, ...] = (block_is_used, precision_groups_set_something)
 DECODER_MATMUL_RULES: tuple[RecipeRule, ...] = (quantized_groups_have_matrices,)
-MATMUL_LAYOUT_RULES: tuple[LayoutRule, ...] = (quantized_inputs_are_kept,)
+MATMUL_LAYOUT_RULES: tuple[LayoutRule, ...] = (quantized_inputs_are_kept, quantized_products_are_not_compiled)
 DECODER_MATMUL_LAYOUT_RULES: tuple[LayoutRule, ...] = (shards_are_whole_blocks, sequence_shards_are_whole_blocks)
