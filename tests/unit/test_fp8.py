@@ -16,13 +16,18 @@ from made_loops import MOE, SHAPE, Run, one_rank, recipe, samples_of
 from torch import Tensor, nn
 
 from danlu.chips.scaled_matmul import block_scaled_mm, swizzle_scales
-from danlu.framework.fp8.apply import apply_block_scaling, linear_layers, unquantized
+from danlu.framework.fp8.apply import apply_block_scaling, emulated_formats, linear_layers, unquantized
 from danlu.framework.fp8.linear import BlockScaledProduct
 from danlu.framework.fp8.quantize import BlockFormat, Quantized, to_e4m3
 from danlu.parallel.fsdp import local_shard
+from danlu.planner import PlanRequest
+from danlu.planner.missing import missing_features
+from danlu.planner.search import price_plan
+from danlu.report.precision_text import slow_precision_note
+from danlu.spec.load import load_cluster, load_model
 from danlu.spec.model import Model
-from danlu.spec.plan import Plan
-from danlu.spec.recipe import LayerPrecision, MatmulFormat, PrecisionConfig
+from danlu.spec.plan import Degrees, Plan
+from danlu.spec.recipe import BatchConfig, DataConfig, LayerPrecision, MatmulFormat, PrecisionConfig, Recipe
 
 E4M3 = sorted(
     {
@@ -310,6 +315,63 @@ def test_routers_and_the_head_are_not_quantized() -> None:
     kept = linear - quantized
     assert kept == {name for name in linear if name.endswith("router.gate")} | {"head.score"}
     assert quantized
+
+
+def test_experts_are_quantized() -> None:
+    """With everything but the experts unquantized, the losses still change."""
+    experts = LayerPrecision(match="blocks.*.mlp.experts", matmul="fp8")
+    found = losses_of(trained(PrecisionConfig(block=16, layers=(experts,)), moe=True))
+    assert found != losses_of(
+        trained(PrecisionConfig(layers=(experts.model_copy(update={"matmul": "none"}),)), moe=True)
+    )
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped() -> None:
+    """Nothing of a quantized run is outside of its state: after three steps another process's state continues it."""
+    made = recipe(Model(**SHAPE), precision=PrecisionConfig(compute="bf16", matmul="mxfp8", block=16))
+    whole, first, second = (Run(made, Plan(), samples_of(made)) for _ in range(3))
+    whole.train()
+    first.train(stop_after=3)
+    second.state.restore_scalars(first.state.scalars())
+    with torch.no_grad():
+        for name, tensor in second.state.tensors().items():
+            tensor.copy_(first.state.tensors()[name])
+    second.train()
+    assert losses_of(first) + losses_of(second) == losses_of(whole)
+    for name, value in whole_parameters(whole.state).items():
+        assert torch.equal(value, whole_parameters(second.state)[name]), name
+
+
+def test_a_plan_prices_products_at_the_peak_of_fp8() -> None:
+    model, cluster = load_model("llama3-8b"), load_cluster("h100-pod")
+    base = Recipe(
+        name="priced",
+        steps=1,
+        model=model,
+        data=DataConfig(shards="none"),
+        batch=BatchConfig(sequences=64, length=8192),
+        precision=PrecisionConfig(compute="bf16"),
+    )
+    plan = Plan(degrees=Degrees(shard=16))
+    half, eight = (
+        price_plan(PlanRequest(recipe=each, cluster=cluster, chips=16), plan)
+        for each in (base, base.model_copy(update={"precision": PrecisionConfig(compute="bf16", matmul="fp8")}))
+    )
+    assert eight.request.peak == cluster.chip.peak["fp8"] > half.request.peak == cluster.chip.peak["bf16"]
+    assert 0.5 < eight.seconds / half.seconds < 0.95
+    assert eight.prediction.memory.activations < half.prediction.memory.activations
+    assert eight.request.recipe.precision.label == "fp8 (bf16 elsewhere)"
+    assert [each.name for each in missing_features(half) if "fp8" in each.name] == ["fp8 matmuls"]
+    assert not [each.name for each in missing_features(eight) if "fp8" in each.name]
+
+
+def test_a_chip_without_fp8_is_warned_of() -> None:
+    cluster = load_cluster("dgx-a100")
+    quantized = recipe(load_model("llama3-8b"), precision=PrecisionConfig(compute="bf16", matmul="mxfp8"))
+    note = slow_precision_note(quantized, Plan(), cluster)
+    assert "mxfp8 (bf16 elsewhere): the chip has no fp8 peak" in note and "emulated" in note
+    assert emulated_formats(quantized.precision, torch.device("cpu")) == ["mxfp8"]
+    assert not emulated_formats(PrecisionConfig(compute="bf16"), torch.device("cpu"))
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
