@@ -304,11 +304,12 @@ FP8_LAYOUTS = [
     )
 ]
 FP8_MOE_LAYOUTS = [
-    Layout(f"{matmul} {name}", "tiny-moe", layout, changes={"matmul": matmul})
-    for matmul, name, layout in (
-        ("fp8", "moe ep", _plan(shard=2, ep=2)),
-        ("fp8", "moe ep over tp, recompute selective", _plan(tp=2, ep=2, recompute="selective")),
-        ("mxfp8", "moe ep", _plan(shard=2, ep=2)),
+    Layout(f"{matmul} {name}", model, layout, changes={"matmul": matmul})
+    for matmul, name, model, layout in (
+        ("fp8", "moe ep", "tiny-moe", _plan(shard=2, ep=2)),
+        ("fp8", "moe ep over tp, recompute selective", "tiny-moe", _plan(tp=2, ep=2, recompute="selective")),
+        ("fp8", "mla ep over tp", "tiny-mla", _plan(tp=2, ep=2)),
+        ("mxfp8", "moe ep", "tiny-moe", _plan(shard=2, ep=2)),
     )
 ]
 QUICK = (

@@ -77,9 +77,16 @@ class BlockScaledProduct:
         if not isinstance(weight, DTensor):
             y = self(given, given, weight)
             return y if bias is None else y + bias
-        assert isinstance(given, DTensor)
         mesh, (placement,) = weight.device_mesh, weight.placements
         by_outputs = placement == Shard(0)
+        if not isinstance(given, DTensor):  # gathered by the layer itself, which sums the gradient over ranks
+            y = self(given, given, weight.to_local())
+            return y + bias.to_local() if isinstance(bias, DTensor) else y
+        if placement.is_replicate():  # every rank has some of the positions
+            y = self(given, given.to_local(), weight.to_local(grad_placements=[Partial()]))
+            if isinstance(bias, DTensor):
+                y = y + bias.to_local(grad_placements=[Partial()])
+            return DTensor.from_local(y, mesh, given.placements, run_check=False)
         x = given.to_local(grad_placements=[Partial()]) if by_outputs else given.to_local()
         y = self(given, x, weight.to_local())
         if isinstance(bias, DTensor):

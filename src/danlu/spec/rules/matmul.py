@@ -57,10 +57,18 @@ def quantized_groups_have_matrices(recipe: ParsedSpec[Recipe]) -> Iterator[Probl
 
 def _sharded_widths(model: Model) -> dict[str, int]:
     """What tensor parallelism shards of the matrices of layers."""
-    widths = {
-        "`model.heads` × head": model.heads * model.head_dim,
-        "`model.kv_heads` × head": model.num_kv_heads * model.head_dim,
-    }
+    heads, mla = model.heads, model.mla
+    if mla is not None:
+        widths = {
+            "`model.heads` × queries": heads * mla.qk_head_dim,
+            "`model.heads` × keys and values": heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+            "`model.heads` × `model.mla.v_head_dim`": heads * mla.v_head_dim,
+        }
+    else:
+        widths = {
+            "`model.heads` × head": heads * model.head_dim,
+            "`model.kv_heads` × head": model.num_kv_heads * model.head_dim,
+        }
     if not model.is_moe_layer(0):
         widths["`model.mlp_width`"] = model.mlp_dim
     if model.moe and model.moe.shared:
@@ -87,13 +95,15 @@ def shards_are_whole_blocks(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) 
 
 def sequence_shards_are_whole_blocks(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
     """Gradients of weights are sums over blocks of consecutive tokens."""
-    cp, length, block = plan.value.degrees.cp, recipe.value.batch.length, _block(recipe.value.precision)
-    if cp > 1 and length % cp == 0 and length // cp % block:
+    degrees, length, block = plan.value.degrees, recipe.value.batch.length, _block(recipe.value.precision)
+    latent = recipe.value.decoder.mla is not None  # its first matrices multiply positions that `tp` shards
+    pieces, axes = (degrees.cp * degrees.tp, "`cp` × `tp`") if latent else (degrees.cp, "`degrees.cp`")
+    if pieces > 1 and length % pieces == 0 and length // pieces % block:
         yield recipe.problem(
             "batch.length",
-            f"is {length}, which `degrees.cp` ({cp}) divides into pieces of {length // cp}, no multiple of {block}, "
+            f"is {length}, which {axes} ({pieces}) divides into pieces of {length // pieces}, no multiple of {block}, "
             "the block of `precision.matmul`",
-            f"length = {closest_multiple(length, cp * block)}, or a smaller `cp`",
+            f"length = {closest_multiple(length, pieces * block)}, or a smaller degree",
         )
 
 
