@@ -46,7 +46,13 @@ def results(
         _print(found)
     if len(chosen) >= len(LAYOUTS):
         full = {layout.name: found[layout.name] for layout in LAYOUTS}
-        report(summary(full, {layout.name: layout.plan.degrees.world for layout in LAYOUTS}, BAR))
+        fp8 = {
+            layout.name: {"ranks": layout.plan.degrees.world}
+            | {figure: found[layout.name][figure] for figure in (*FIRST, *FIGURES)}
+            for layout in (*FP8_LAYOUTS, *FP8_MOE_LAYOUTS)
+            if layout.name in found
+        }
+        report(summary(full, {layout.name: layout.plan.degrees.world for layout in LAYOUTS}, BAR) | {"fp8": fp8})
     return found
 
 
