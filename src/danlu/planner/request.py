@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from danlu.planner.fit_chance import default_reserve
-from danlu.spec.cluster import Cluster
+from danlu.spec.cluster import Cluster, Dtype
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.plan import DENSE_AXES, ContextParallel
@@ -195,9 +195,14 @@ class PlanRequest:
         return self.recipe.precision.compute
 
     @property
+    def matmul_dtype(self) -> Dtype:
+        """Precision of the matrix products: fp8 if they are quantized and the chip has it, else that of compute."""
+        return self.recipe.precision.peak_dtype(self.cluster.chip.peak)
+
+    @property
     def peak(self) -> float:
         """FLOP/s of one chip in that precision."""
-        return self.cluster.chip.peak[self.dtype]
+        return self.cluster.chip.peak[self.matmul_dtype]
 
     @property
     def usable_memory(self) -> float:
