@@ -105,7 +105,8 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
         else:
             known = [*DENSE_AXES, "ep", *CONTEXT_KINDS, *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
             raise PlanRequestError(
-                f'--exclude: "{word}" is no axis, kind of `cp`, schedule or recompute: {suggest_name(word, known)}'
+                f'--exclude: "{word}" is neither an axis, a kind of `cp`, a schedule nor a recompute: '
+                f"{suggest_name(word, known)}"
             )
     return SearchConstraints(fixed, excluded)
 
