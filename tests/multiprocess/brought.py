@@ -108,6 +108,45 @@ def llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes | changes))
 
 
+def mixtral(**changes: Any) -> nn.Module:
+    """A Mixtral exactly as transformers has it."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
+    return MixtralForCausalLM(MixtralConfig(**sizes | changes))
+
+
+def qwen3_moe(**changes: Any) -> nn.Module:
+    """A Qwen3 mixture, with a dense layer between those with experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | changes))
+
+
 def qwen3(**changes: Any) -> nn.Module:
     """A Qwen3, whose norms over single heads are replicated with a summed gradient in its own plan."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -46,7 +46,9 @@ class Brought:
 
 def _layout(name: str, factory: str = "PlainModel", microbatches: int = 1, **settings: Any) -> Brought:
     pipeline = PipelineConfig(**settings.pop("pipeline", {}))
-    degrees = Degrees(**{axis: settings.pop(axis) for axis in ("pp", "replicate", "shard", "tp") if axis in settings})
+    degrees = Degrees(
+        **{axis: settings.pop(axis) for axis in ("pp", "replicate", "shard", "tp", "ep") if axis in settings}
+    )
     brought = {key: settings.pop(key) for key in ("arguments", "tensor", "warns") if key in settings}
     plan = Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
     return Brought(name, factory, plan, **brought)
@@ -103,6 +105,17 @@ LAYOUTS = [
     ),
     _layout("dropout, shard 2, tp 2", shard=2, tp=2, tensor=MAP, arguments=DROPOUT),
     _layout("replicate 2, shard 2", replicate=2, shard=2),
+    _layout("mixtral ep 2", "mixtral", shard=2, ep=2),
+    _layout("mixtral ep 2, accumulate 2, recompute", "mixtral", shard=2, ep=2, microbatches=2, recompute="full"),
+    _layout("mixtral pp 2", "mixtral", pp=2, microbatches=2),
+    _layout("mixtral ep 4", "mixtral", shard=4, ep=4),
+    _layout("mixtral shard 4, ep 2", "mixtral", shard=4, ep=2),
+    _layout("mixtral replicate 2, ep 2", "mixtral", replicate=2, shard=2, ep=2),
+    _layout("mixtral pp 2, ep 2", "mixtral", pp=2, shard=2, ep=2, microbatches=2),
+    _layout(
+        "qwen3 mixture, pp 2 interleaved, ep 2", "qwen3_moe", pp=2, shard=2, ep=2, microbatches=2, pipeline=INTERLEAVED
+    ),
+    _layout("qwen3 mixture, ep 4, compile", "qwen3_moe", shard=4, ep=4, compile=True),
     _layout("shard 2, tp 2", shard=2, tp=2, tensor=MAP),
     _layout("shard 2, tp 2, tied", shard=2, tp=2, tensor=MAP, arguments={"tied": True}),
     _layout("pp 2, shard 2", pp=2, shard=2, microbatches=2),

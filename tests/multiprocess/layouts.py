@@ -272,6 +272,42 @@ def _layouts() -> list[Layout]:
     moe("muon ep over tp, shared expert", muon | {"shared": 1}, tp=2, ep=2)
     moe("muon hsdp × cp × ep 4", muon, replicate=2, shard=2, cp=2, ep=4)
     moe("muon fsdp × tp × 1f1b × ep", muon, shard=2, tp=2, pp=2, ep=4, microbatches=4)
+    # Windows with sinks and capped scores; local and global layers with positions of their own, and Gemma's norms.
+    sinks = {
+        "window": 6,
+        "global_every": 2,
+        "local_rope_theta": 300.0,
+        "sinks": True,
+        "score_softcap": 4.0,
+        "logit_softcap": 8.0,
+    }
+    gemma = {
+        "window": 9,
+        "global_every": 3,
+        "local_rope_theta": 300.0,
+        "qk_norm": True,
+        "query_scalar": 20.0,
+        "zero_centered_norm": True,
+        "post_norms": True,
+        "scaled_embedding": True,
+        "activation": "geglu",
+        "tied": True,
+    }
+
+    def changed(name: str, changes: dict[str, Any], **settings: Any) -> None:
+        made.append(Layout(name, "tiny-llama", _plan(**settings), changes=changes))
+
+    changed("sinks hsdp", sinks, replicate=2, shard=2)
+    changed("sinks fsdp × tp, recompute selective", sinks, shard=2, tp=2, recompute="selective")
+    changed("sinks tp × cp", sinks, tp=2, cp=2)
+    changed("sinks cp × 1f1b, recompute full", sinks, cp=2, pp=2, microbatches=4, recompute="full")
+    changed("sinks fsdp × tp × interleaved", sinks, shard=2, tp=2, pp=2, microbatches=4, schedule="interleaved",
+            per_rank=2)  # fmt: skip
+    changed("window fsdp × cp", {"window": 6}, shard=2, cp=2)
+    changed("window tp × zbv", {"window": 6, "global_first": 1}, tp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2)
+    changed("gemma fsdp × tp", gemma, shard=2, tp=2)
+    changed("gemma cp, compiled", gemma, cp=2, compile=True)
+    changed("gemma tp × cp", gemma, tp=2, cp=2)
     return made
 
 
@@ -293,5 +329,6 @@ QUICK = (
     *("moe fsdp × ep", "moe ep over tp"),
     *("muon hsdp", "muon fsdp × tp"),
     "mla fsdp × tp × ep 4",
+    "sinks tp × cp",
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

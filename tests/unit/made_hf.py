@@ -28,6 +28,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
 Make = Callable[..., Any]
 
 
@@ -84,6 +86,23 @@ def _deepseek_v3(**changes: Any) -> Any:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SHAPE | own | changes))
 
 
+GEMMA: dict[str, Any] = {"head_dim": 12, "num_hidden_layers": 4, "sliding_window": 24, "query_pre_attn_scalar": 10}
+
+
+def _gemma2(**changes: Any) -> Any:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SHAPE | GEMMA | changes))
+
+
+def _gemma3(**changes: Any) -> Any:
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE | GEMMA | changes))
+
+
+def _gpt_oss(**changes: Any) -> Any:
+    own = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    own |= {"num_hidden_layers": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SHAPE | own | changes))
+
+
 FAMILIES: dict[str, Make] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -91,6 +110,9 @@ FAMILIES: dict[str, Make] = {
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "deepseek_v3": _deepseek_v3,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,6 +136,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v3, queries direct": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "llama, yarn": ("llama", {"rope_parameters": DEEPSEEK_YARN | {"mscale_all_dim": 0.5}}),
+    "mistral with a window": ("mistral", {"sliding_window": 40}),
+    "mixtral with a window": ("mixtral", {"sliding_window": 40}),
+    "qwen2, windows after the first layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "qwen3, every second layer with a window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss tied": ("gpt_oss", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}),
+    "gemma2 with a head of its own": ("gemma2", {"tie_word_embeddings": False}),
+    "gemma3": ("gemma3_text", {"layer_types": GEMMA3_LAYERS}),
+    "gemma3, scaled positions, capped logits, head of its own": (
+        "gemma3_text",
+        {
+            "layer_types": GEMMA3_LAYERS,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 6.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
 }
 """Every family tied and untied, and the traits that only some models of a family have."""
 

@@ -109,7 +109,22 @@ LATENT = {
     "latent: queries direct: fsdp × tp": (plan(shard=2, tp=4), 8),
 }
 """With multi-head latent attention."""
-LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window: fsdp × cp × tp, recomputed": {"window": 1024},
+    "window: 1f1b × tp": {"window": 1024, "global_every": 4},
+    "sinks: fsdp × cp × tp": {"window": 512, "global_every": 2, "sinks": True},
+    "sinks: fsdp, selective": {"sinks": True},
+    "softcap: fsdp × tp, recomputed": {"window": 1024, "global_every": 2, "score_softcap": 50.0, "sinks": True},
+}
+"""Layers with a window, and attention whose scores are in memory: what changes of the model."""
+WINDOW_LAYOUTS = {
+    "window: fsdp × cp × tp, recomputed": (plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2), 8),
+    "window: 1f1b × tp": (plan(pp=2, shard=2, tp=2, microbatches=4), 8),
+    "sinks: fsdp × cp × tp": (plan(shard=2, cp=2, tp=2), 4),
+    "sinks: fsdp, selective": (plan(shard=8, recompute="selective"), 8),
+    "softcap: fsdp × tp, recomputed": (plan(shard=4, tp=2, recompute="full"), 4),
+}
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS
 QUICK = {
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
@@ -118,6 +133,7 @@ QUICK = {
     "fp32: fsdp",
     "muon: hsdp × tp",
     "latent: fsdp × tp, selective",
+    "sinks: fsdp × cp × tp",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 
@@ -125,7 +141,8 @@ CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for
 def recipe_of(name: str) -> Recipe:
     """Eight layers of a model with experts or without."""
     wanted, sequences = LAYOUTS[name]
-    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b").model_copy(update={"layers": 8})
+    model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b")
+    model = model.model_copy(update={"layers": 8} | WINDOWS.get(name, {}))
     if name in LATENT:
         queries = None if "direct" in name else 1536
         mla = MLAConfig(

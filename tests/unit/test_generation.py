@@ -39,6 +39,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "window in the last layer, sinks": {"window": 7, "global_first": 2, "sinks": True, "kv_heads": 2},
     "capped scores and logits, scaled queries": {"score_softcap": 3.0, "logit_softcap": 5.0, "query_scalar": 20.0},
+    "gpt-oss": {
+        "kv_heads": 2,
+        "window": 6,
+        "global_every": 2,
+        "sinks": True,
+        "bias": True,
+        "activation": "clamped_swiglu",
+        "moe": MOE.model_copy(update={"bias": True}),
+    },
     "gemma's norms": {
         "zero_centered_norm": True,
         "post_norms": True,

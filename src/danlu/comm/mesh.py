@@ -86,7 +86,9 @@ def build_mesh(plan: Plan, world: World, cluster: Cluster | None, experts: bool)
     groups = make.groups(dense)
     by_dense = make.mesh(dense, DENSE_MESH_AXES, "shard", {"tp": groups["tp",]})
     replicas = {"replicate": by_dense.get_group("replicate") if plan.degrees.replicate > 1 else None}
-    by_expert = make.mesh(expert, EXPERT_MESH_AXES, "expert_shard", replicas) if experts else None
+    by_expert = (
+        make.mesh(expert, EXPERT_MESH_AXES, "expert_shard", replicas) if experts or plan.degrees.ep > 1 else None
+    )
     return ParallelMesh(
         plan=plan,
         world=world,

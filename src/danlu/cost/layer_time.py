@@ -97,14 +97,15 @@ class LayerTime(NamedTuple):
 
 def layer_time(context: CostContext, local: LocalShape, kind: LayerKind) -> LayerTime:
     """Time one layer."""
-    return _LayerTimer(context, local, kind.moe).time(kind.recompute)
+    return _LayerTimer(context, local, kind).time(kind.recompute)
 
 
 class _LayerTimer:
     """Times one kind of layer."""
 
-    def __init__(self, context: CostContext, local: LocalShape, moe: bool) -> None:
-        self.local, self.shard, self.shape, self.moe = local, local.shard, local.shard.model, moe
+    def __init__(self, context: CostContext, local: LocalShape, kind: LayerKind) -> None:
+        self.local, self.shard, self.shape, self.moe = local, local.shard, local.shard.model, kind.moe
+        self.windowed = kind.local
         self.device, self.network = context.device, context.network
         self.software, self.overheads = context.software, context.overheads
 
@@ -179,6 +180,10 @@ class _LayerTimer:
                 unfused_attention_time(*sizes, self.overheads.score_bytes_moved),
                 unfused_attention_time(*sizes, self.overheads.score_bytes_moved_backward, backward=True),
             )
+        if shape.by_scores:
+            sizes = (device, shard.sequences, max(1, heads // shard.cp), shard.length, shape.head_dim)
+            moved = attention.score_bytes_moved(shard, device.element_bytes)
+            return unfused_attention_time(*sizes, moved[0]), unfused_attention_time(*sizes, moved[1], backward=True)
         queries, head = shard.length // shard.cp, sum(shard.core_widths) / 2
         if software.fp8_attention and device.uses_fp8:
             device = replace(device, peak_16bit=device.peak * device.efficiency.fp8)
@@ -187,7 +192,7 @@ class _LayerTimer:
             return flash_attention_time(device, shard.sequences, heads, queries, keys, head, backward=backward)
 
         forward, backward = over(shard.length, False), over(shard.length, True)
-        if software.document_mask:
+        if attention.needs_mask(shard, local=self.windowed, documents=software.document_mask):
             return 2 * forward, 2 * backward  # all pairs, where `flash_attention_time` counts the causal half
         if 0 < software.sliding_window < shard.length:
             # Twice the mean number of tokens attended to, as `flash_attention_time` counts the causal half of it.

@@ -38,11 +38,12 @@ class LayoutCache:
         """Bytes that one layer saves, and those that its backward pass needs in addition: recomputed, and gradients."""
         found = self._bytes.get((shard, kind))
         if found is None:
-            software, fp8, (moe, recompute) = context.software, context.device.uses_fp8, kind
+            software, fp8, (moe, recompute, _) = context.software, context.device.uses_fp8, kind
             again = 0.0
             if recompute in ("full", "elementwise", "alternate", "latent"):
                 again = layer.saved_bytes(shard, software.saving("none", fp8), moe)
             again += software.activation_bytes * layer.gradient_elements(shard, moe)
+            again += layer.score_gradient_bytes(shard)
             kept = layer.saved_bytes(shard, software.saving(recompute, fp8), moe)
             found = self._bytes[shard, kind] = kept, again
         return found

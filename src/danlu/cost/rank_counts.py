@@ -52,15 +52,18 @@ class RankCounter(LayoutShapes):
         Recompute stops before a block's last matmul, whose result is not needed.
         """
         shape, shard = self.shape, self.shard
-        batch, pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp
-        pairs *= 1.0 if self.software.document_mask else 0.5
-        core = attention.core_flops(batch, pairs, *shard.core_widths)
+        batch, all_pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp
+        # With its scores in memory, attention does not compute them again in the backward pass.
+        backward = 2.0 if shape.by_scores else attention.BACKWARD_TO_FORWARD
         total = 0.0
-        for (moe, recompute), count in contents.runs:
+        for (moe, recompute, local), count in contents.runs:
+            masked = attention.needs_mask(shard, local=local, documents=self.software.document_mask)
+            pairs = all_pairs if masked else 0.5 * all_pairs
+            core = attention.core_flops(batch, pairs, *shard.core_widths)
             linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
             last = layer.last_matmul(shard, moe)
             again = linear + core - (last.flops if last else 0.0) if recompute == "full" else 0.0
-            total += count * (3 * linear + (1 + attention.BACKWARD_TO_FORWARD) * core + again)
+            total += count * (3 * linear + (1 + backward) * core + again)
         if contents.has_head:
             total += 3 * embedding_head.head_flops(shard)
         return self.layout.microbatches * total
@@ -78,7 +81,7 @@ class RankCounter(LayoutShapes):
         inputs = each * self.shard.tokens * attention.input_width(self.shape)
         both = stream / tp + stream
         total = 0.0
-        for (moe, recompute), count in contents.runs:
+        for (moe, recompute, _), count in contents.runs:
             mlps = 1 if mlp.hidden_width(self.shape, moe) else 0
             block = both + inputs / tp + inputs + mlps * 2 * both
             if recompute == "full":

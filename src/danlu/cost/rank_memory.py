@@ -48,8 +48,8 @@ class RankMemoryEstimator(LayoutShapes):
         kept = 0.0
         for kind, count in contents.runs:
             kept += count * self.layer_bytes(kind)[0]
-        if software.document_mask:
-            kept += layout.stages_per_rank * mask_bytes(self.shard, software.activation_bytes)
+        masks = mask_bytes(self.shard, software.activation_bytes, documents=software.document_mask)
+        kept += layout.stages_per_rank * masks
         gathered = gathered_bytes(
             self.shape, mine, contents, layout.tp, self.sharding, software, layout.reshard_after_forward
         )

@@ -15,6 +15,8 @@ class LayerKind(NamedTuple):
 
     moe: bool
     recompute: Recompute
+    local: bool = False
+    """Attention has a window."""
 
 
 class StageContents(NamedTuple):
@@ -66,7 +68,12 @@ def stage_contents(
     held, first = [], 0
     for count in counts:
         modes = [recompute] * count if isinstance(recompute, str) else recompute[first : first + count]
-        held.append([LayerKind(layer >= shape.dense_layers, mode) for layer, mode in enumerate(modes, start=first)])
+        held.append(
+            [
+                LayerKind(layer >= shape.dense_layers, mode, shape.is_local_layer(layer))
+                for layer, mode in enumerate(modes, start=first)
+            ]
+        )
         first += count
     ranks = []
     for rank in range(pp):

@@ -76,6 +76,8 @@ def find_extrapolation(recipe: Recipe, plan: Plan, pp_rank: int) -> LayerExtrapo
     # Layers are chosen by index, and indices would change; or a custom model, of which nothing is known.
     if recipe.precision.layers or isinstance(plan.recompute, RecomputeLayers) or not isinstance(model, Model):
         return None
+    if model.mixes_windows:
+        return None
     mine = plan.stages_of_rank(pp_rank)
     stages = [_kinds(model, layers) for layers in plan.stage_layers(model.layers)]
     saved = [sum(max(0, stages[stage][kind] - LONG_RUN) for stage in mine) for kind in (0, 1)]

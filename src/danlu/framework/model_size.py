@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from danlu.cost.parameter_count import count_parameters, flops_per_token
 from danlu.framework.custom.construct import build_module
+from danlu.framework.custom.experts import balance_experts
 from danlu.framework.custom.forward_trace import fake_tensors
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.recipe import Recipe
@@ -22,6 +23,7 @@ def model_size_and_flops(recipe: Recipe) -> tuple[int, float]:
     with fake_tensors(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         module = build_module(recipe.model)
         size = sum(parameter.numel() for parameter in module.parameters())
+        balance_experts(module)
         try:
             module(torch.zeros(1, recipe.batch.length, dtype=torch.int64))
         except Exception as error:  # the user's code and torch's shape functions may raise anything

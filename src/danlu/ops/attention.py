@@ -66,14 +66,51 @@ def core_flops(
     return 2.0 * batch * pairs * widths
 
 
-def mask_bytes(shard: LayerShard, element_bytes: int) -> float:
-    """Bytes of the mask that keeps documents apart, over full sequences even with `cp`; one serves all layers."""
-    return float(element_bytes) * shard.sequences * shard.length**2
+def needs_mask(shard: LayerShard, *, local: bool, documents: bool) -> bool:
+    """Whether a layer, `local` if it has a window, has a mask in memory, with which kernels compute every pair."""
+    return documents or shard.model.by_scores or (local and shard.model.window < shard.length)
 
 
-def causal_pairs(queries: int, keys: int) -> int:
-    """Pairs that a causal mask leaves: what the math needs and fused kernels compute."""
-    return queries * (queries + 1) // 2 if queries == keys else queries * keys
+def mask_bytes(shard: LayerShard, element_bytes: int, *, documents: bool) -> float:
+    """Bytes of the masks of documents and windows, over full sequences even with `cp`.
+
+    One serves all layers with a window and one all others; without documents it also serves all sequences.
+    """
+    windowed = 0 < shard.model.window < shard.length
+    masks = windowed + ((documents or shard.model.by_scores) and not (windowed and shard.model.all_local))
+    return float(element_bytes) * masks * (shard.sequences if documents else 1) * shard.length**2
+
+
+def causal_pairs(queries: int, keys: int, window: int = 0) -> int:
+    """Pairs that a causal mask leaves, and a window if there is one: what the math needs."""
+    if queries != keys:
+        return queries * keys
+    if 0 < window < keys:
+        return window * (window + 1) // 2 + (queries - window) * window
+    return queries * (queries + 1) // 2
+
+
+def score_count(shard: LayerShard) -> float:
+    """Scores of one layer that a rank computes, where they are in memory."""
+    return shard.sequences * shard.model.heads / (shard.tp * shard.cp) * float(shard.length) ** 2
+
+
+def score_bytes_saved(shard: LayerShard, saving: Saving) -> float:
+    """Bytes of scores that a layer keeps: fp32 shares, their cast below fp32, and what a softcap returned."""
+    each = saving.element_bytes
+    if saving.mode == "elementwise":  # the results of matrix products alone
+        return each * score_count(shard)
+    return (4.0 + (each if each < 4 else 0) + (4.0 if shard.model.capped else 0.0)) * score_count(shard)
+
+
+def score_bytes_moved(shard: LayerShard, element_bytes: int) -> tuple[float, float]:
+    """Bytes through memory per score, forward and backward, each operator reading and writing fp32.
+
+    Forward: scale, mask, sinks beside them and softmax; three more with a softcap; casts below fp32.
+    """
+    operators = 4 + (3 if shard.model.capped else 0)
+    casts = 2.0 * (element_bytes + 4) if element_bytes < 4 else 0.0
+    return 8.0 * operators + casts, 12.0 * operators + casts
 
 
 def ulysses_elements(shard: LayerShard) -> tuple[int, int]:
@@ -137,6 +174,8 @@ def saved_bytes(shard: LayerShard, saving: Saving) -> float:
         kept += each * (held * (normed + low.qk_rope_head_dim) + tokens * normed)
         if saving.mode == "latent":
             kept -= inputs
+    if shape.by_scores and saving.mode != "selective":
+        kept += score_bytes_saved(shard, saving)
     if saving.scores and saving.mode != "selective":
         kept += 5.0 * shard.sequences * heads * shard.length**2
     return kept

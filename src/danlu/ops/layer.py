@@ -117,6 +117,11 @@ def gradient_elements(shard: LayerShard, moe: bool) -> float:
     return (shard.model.num_up_projections + 1) * hidden + 2.0 * shard.stream
 
 
+def score_gradient_bytes(shard: LayerShard) -> float:
+    """Bytes of fp32 scores while they are computed, or of their gradients, where they are in memory: two at once."""
+    return 8.0 * attention.score_count(shard) if shard.model.by_scores else 0.0
+
+
 def deferred_gradient_elements(shard: LayerShard, moe: bool) -> float:
     """Elements of gradients of matmul outputs, kept if the gradients of weights are computed later."""
     shape, tokens = shard.model, shard.tokens

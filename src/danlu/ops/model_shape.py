@@ -29,6 +29,24 @@ class ModelShape(NamedTuple):
     expert_width: int
     shared_width: int
     mla: MLAConfig | None
+    window: int = 0
+    """Positions seen by layers with a sliding window; 0 if none has one."""
+    global_every: int = 0
+    global_first: int = 0
+    by_scores: bool = False
+    """Attention has its scores in memory, as it needs for sinks or a softcap."""
+    capped: bool = False
+    """Scores are bounded by a softcap."""
+
+    def is_local_layer(self, layer: int) -> bool:
+        """Whether layer number `layer` has a window."""
+        is_global = bool(self.global_every) and layer % self.global_every == self.global_every - 1
+        return self.window > 0 and layer >= self.global_first and not is_global
+
+    @property
+    def all_local(self) -> bool:
+        """Whether every layer has a window."""
+        return self.window > 0 and not (self.global_every or self.global_first)
 
     @property
     def rotated_dim(self) -> int:
@@ -63,4 +81,9 @@ def model_shape(model: Model) -> ModelShape:
         expert_width=moe.width if moe else 0,
         shared_width=moe.shared * moe.width if moe else 0,
         mla=model.mla,
+        window=model.window or 0,
+        global_every=model.global_every or 0,
+        global_first=model.global_first,
+        by_scores=model.materializes_scores,
+        capped=model.score_softcap is not None,
     )

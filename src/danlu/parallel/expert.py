@@ -1,6 +1,6 @@
 """Expert parallelism: the experts of a layer sharded over the ranks of `ep`, token copies sent by all-to-all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ class AllToAllDispatcher(nn.Module):
         self.assume_balanced = assume_balanced
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would recompile
-    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
+    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
         """Apply the experts to token copies sorted by expert; the result is in the same order."""
         sent_RL, coming_RL = self._exchange_counts(x_ND, counts_E)
         send, receive = [sum(row) for row in sent_RL], [sum(row) for row in coming_RL]
@@ -68,8 +68,12 @@ def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     Parameters stay global tensors of all experts, sharded by expert: checkpoints have experts by global index.
     """
     for layer in layers:
-        experts = layer.get_submodule("experts")
-        for name, weight in list(experts.named_parameters()):
-            sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
-            experts.register_parameter(name, nn.Parameter(sharded))
+        shard_experts(layer.get_submodule("experts"), mesh)
         layer.dispatcher = AllToAllDispatcher(mesh.get_group())
+
+
+def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard parameters that are stacked by expert over the ranks of `ep`."""
+    for name, weight in list(experts.named_parameters()):
+        sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+        experts.register_parameter(name, nn.Parameter(sharded))

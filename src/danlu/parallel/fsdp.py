@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +22,9 @@ class FsdpUnit:
     mesh: DeviceMesh
     keep_unsharded: bool = False
     """The backward pass starts with it, so it is not freed in between."""
+    cast_inputs: bool = True
+    """Whether its inputs are cast to its dtype. Not inside of another unit of the same dtype, which casts its own: what
+    that keeps in fp32, such as a router's weights, stays so."""
 
 
 def apply_fsdp(
@@ -45,7 +48,9 @@ def apply_fsdp(
             fully_shard(
                 unit.module,
                 mesh=unit.mesh,
-                mp_policy=policy(unit.name),
+                mp_policy=policy(unit.name)
+                if unit.cast_inputs
+                else replace(policy(unit.name), cast_forward_inputs=False),
                 reshard_after_forward=reshard_after_forward and not unit.keep_unsharded,
                 shard_placement_fn=shard_dim(unit.mesh),
             )

@@ -74,6 +74,8 @@ class Moe(SpecModel):
     """Groups of consecutive experts, of which a token chooses some before it chooses experts in them."""
     topk_group: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     """Groups that a token chooses: those whose two best experts have the highest sum."""
+    bias: bool = False
+    """Biases of the router and of every routed expert (gpt-oss)."""
     balance: Literal["loss", "bias", "none"] = "loss"
     """Load balancing: an auxiliary loss over each sequence, a bias per expert updated by its load, or none."""
     balance_rate: float = Field(default=0.01, ge=0, le=1000)
@@ -245,8 +247,9 @@ class Model(SpecModel):
     """Norms also after attention and after the feed-forward network, before they are added to the stream (Gemma)."""
     scaled_embedding: bool = False
     """Multiply token embeddings by √width (Gemma)."""
-    activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"
-    """Of the feed-forward networks: gated (three matrices: "swiglu", "geglu" with GELU's tanh form) or not (two)."""
+    activation: Literal["swiglu", "clamped_swiglu", "gelu", "geglu"] = "swiglu"
+    """Of the feed-forward networks: gated (three matrices: "swiglu", "clamped_swiglu" of gpt-oss, "geglu" with GELU's
+    tanh form) or not (two: "gelu")."""
     bias: bool = False
     """Biases on all projections of attention and of the dense feed-forward network."""
     qkv_bias: bool = False

@@ -26,7 +26,8 @@ class ParameterSettings(NamedTuple):
 def parameter_settings(name: str, dims: int, matrix: bool, config: OptimizerConfig) -> ParameterSettings:
     """How a parameter is moved; `matrix` says that it is one of those that Muon is for."""
     kind: OptimizerKind = "muon" if config.kind == "muon" and matrix else "adamw"
-    decay = config.weight_decay if dims > 1 else 0.0
+    one_row_each = ".experts." in name and name.endswith("_bias")
+    decay = config.weight_decay if dims > 1 and not one_row_each else 0.0
     group = group_of(name, config)
     if group is None:
         return ParameterSettings(kind, 1.0, decay)
@@ -67,10 +68,15 @@ def layer_parameters(model: Model, moe: bool) -> Iterator[ParameterShape]:
         return
     assert model.moe is not None
     experts, hidden = model.moe.experts, model.moe.width
-    yield ParameterShape("mlp.router.gate.weight", (experts, width))
-    for name in ("gate", "up") if model.gated else ("up",):
+    yield from _linear("mlp.router.gate", experts, width, model.moe.bias)
+    ups = ("gate", "up") if model.gated else ("up",)
+    for name in ups:
         yield ParameterShape(f"mlp.experts.{name}", (experts, width, hidden))
     yield ParameterShape("mlp.experts.down", (experts, hidden, width))
+    if model.moe.bias:
+        for name in ups:
+            yield ParameterShape(f"mlp.experts.{name}_bias", (experts, hidden))
+        yield ParameterShape("mlp.experts.down_bias", (experts, width))
     if model.moe.shared:
         yield from _mlp("mlp.shared", model, model.moe.shared * hidden, bias=False)
 
@@ -103,7 +109,8 @@ def _latent_attention(model: Model, mla: MLAConfig) -> Iterator[ParameterShape]:
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter of the decoder is one of those that Muon is for: a layer's matrices, but not a router's."""
-    return name.startswith("blocks.") and len(shape) > 1 and ".router." not in name
+    kept = ".router." in name or name.endswith("_bias")  # a row of biases per expert
+    return name.startswith("blocks.") and len(shape) > 1 and not kept
 
 
 def _norm(name: str, model: Model) -> Iterator[ParameterShape]:

@@ -10,6 +10,12 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework import precision
 from danlu.framework.custom.construct import CustomModelError, build_meta_module, build_seeded_module
 from danlu.framework.custom.documents import check_document_support, is_verified_by_name, verify_documents
+from danlu.framework.custom.experts import (
+    apply_expert_parallel,
+    balance_experts,
+    check_expert_parallelism,
+    known_experts,
+)
 from danlu.framework.custom.forward_trace import trace_forward
 from danlu.framework.custom.module_adapter import (
     ModuleAdapter,
@@ -63,11 +69,22 @@ class CustomModelAdapter(ModuleAdapter):
         self.layer_seeds.append(LayerSeeds(stage_module, layers, self.plan.microbatches))
         return stage_module
 
+    def apply_model_parallel(self, stage_module: nn.Module, mesh: ParallelMesh) -> None:
+        """Shard matrices over `tp`, and the experts of known families over `ep`."""
+        super().apply_model_parallel(stage_module, mesh)
+        if mesh.ep_mesh is not None:
+            apply_expert_parallel(stage_module, mesh.ep_mesh)
+
     def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
-        """Layers; then the called modules around them, unless they share parameters with others."""
+        """Layers, with `ep` their experts before them; then called modules around them that share no parameters."""
         for name in self.forward_trace.called_after:
             silence_view_warning(stage_module, name)
-        return super().fsdp_units(stage_module, mesh)
+        for unit in super().fsdp_units(stage_module, mesh):
+            if mesh.ep_mesh is not None:
+                assert mesh.expert_fsdp_mesh is not None
+                for experts in known_experts(unit.module).values():
+                    yield FsdpUnit(unit.name, experts, mesh.expert_fsdp_mesh, cast_inputs=False)
+            yield unit
 
     def init_weights(self, stage_modules: Iterable[nn.Module], mesh: ParallelMesh) -> None:
         """Initial values from the user's code; left undefined where `weights` are read afterwards.
@@ -75,6 +92,10 @@ class CustomModelAdapter(ModuleAdapter):
         The full module is built on every rank and each copies its shards: the only way to get the values that unknown
         code would give. With `tp` the full module is also the reference that the sharded one is compared with.
         """
+        stage_modules = list(stage_modules)
+        if not has_real_tensors():
+            for stage_module in stage_modules:
+                balance_experts(stage_module)
         if self.recipe.weights:
             if mesh.size("tp") > 1 and mesh.rank == 0:
                 warnings.warn(
@@ -166,6 +187,8 @@ class CustomModelAdapter(ModuleAdapter):
         if degrees.pp > 1:
             check_pipeline_support(self.meta_module, self.structure, self.forward_trace, plan)
         check_layer_list(self.structure, plan)
+        if degrees.ep > 1:
+            check_expert_parallelism(self.meta_module, self.structure, plan)
         check_precision_patterns(self.structure, self.recipe.precision)
         parameters = [ParameterShape(name, tuple(each.shape)) for name, each in self.meta_module.named_parameters()]
         for problem in group_problems(self.recipe.optimizer, parameters):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.framework.custom.construct import CustomModelError, build_module
+from danlu.framework.custom.experts import balance_experts
 from danlu.framework.custom.module_structure import ModuleStructure
 from danlu.spec.custom_model import CustomModel
 from danlu.torch_compat import FakeTensorMode, tree_map
@@ -40,6 +41,7 @@ def trace_forward(custom_model: CustomModel, structure: ModuleStructure, sequenc
     trace, vocabulary = ForwardTrace(), custom_model.vocabulary
     with fake_tensors(), torch.no_grad():
         module = build_module(custom_model)
+        balance_experts(module)
         for name in structure.outer_modules:
             module.get_submodule(name).register_forward_hook(
                 partial(_trace_outer_module, trace, name), with_kwargs=True

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from danlu.framework.decoder.attention import Attention, Documents
 from danlu.framework.decoder.kv_cache import KVCache
 from danlu.framework.decoder.latent_attention import LatentAttention
-from danlu.framework.decoder.moe import MoeLayer, gate_activation
+from danlu.framework.decoder.moe import MoeLayer, gated_product
 from danlu.framework.decoder.norm import build_norm
 from danlu.spec.model import Model
 
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
         """Transform every position independently."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BSD)))
-        return self.down(gate_activation(self.gate(x_BSD), self.activation) * self.up(x_BSD))
+        return self.down(gated_product(self.gate(x_BSD), self.up(x_BSD), self.activation))
 
 
 class Block(nn.Module):

@@ -106,13 +106,15 @@ class Decoder(nn.Module):
     def _masks(self, x_BSD: Tensor, positions: Tensor | None) -> tuple[Documents | None, Documents | None]:
         """What layers with a window see, and the others; one mask for all layers of a kind."""
         length, dtype = x_BSD.shape[1] * self.sequence_ranks, x_BSD.dtype
-        documents = None
-        if positions is not None:
-            documents = Documents.from_positions(positions, dtype)
-        elif self.masks_all:
-            documents = Documents.causal(length, dtype, x_BSD.device)
+
+        def mask(window: int | None) -> Documents | None:
+            if positions is not None:
+                return Documents.from_positions(positions, dtype, window)
+            if window is None and not self.masks_all:
+                return None
+            return Documents.causal(length, dtype, x_BSD.device, window)
+
         if self.window is None or self.window >= length:
-            return documents, documents
-        if positions is not None:
-            return Documents.from_positions(positions, dtype, self.window), documents
-        return Documents.causal(length, dtype, x_BSD.device, self.window), documents
+            return (documents := mask(None)), documents
+        all_local = all(block.window is not None for block in self.blocks.values())
+        return mask(self.window), None if all_local else mask(None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from danlu.parallel.fsdp import local_shard
 from danlu.spec.model import Model
 
+_BIASES = (".bias", "_bias")
 _MASK = (1 << 63) - 1
 _ELEMENTS_AT_ONCE = 1 << 22  # bounds the int64 temporaries to tens of MB
 
@@ -23,7 +24,7 @@ def init_weights(stage_modules: Iterable[nn.Module], model: Model, seed: int) ->
             deviation = _deviation(name, model)
             with torch.no_grad():
                 if deviation is None:
-                    zero = name.endswith(".bias") or model.zero_centered_norm
+                    zero = name.endswith(_BIASES) or model.zero_centered_norm
                     parameter.fill_(0.0 if zero else 1.0)
                 else:
                     _fill_normal(parameter, deviation, _key(seed, name))
@@ -36,7 +37,7 @@ def _deviation(name: str, model: Model) -> float | None:
 
     GPT-2's scheme: 0.02, and smaller by √(2·layers) where a layer writes to the residual stream.
     """
-    if name.endswith(".bias") or "norm." in name:
+    if name.endswith(_BIASES) or "norm." in name:
         return None
     writes_to_stream = name.endswith((".o.weight", ".down.weight", ".down"))
     return 0.02 / (2 * model.layers) ** 0.5 if writes_to_stream else 0.02

@@ -4,6 +4,7 @@ Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × 
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Router(nn.Module):
     def __init__(self, width: int, moe: Moe) -> None:
         super().__init__()
         self.moe = moe
-        self.gate = nn.Linear(width, moe.experts, bias=False)
+        self.gate = nn.Linear(width, moe.experts, bias=moe.bias)
         self.register_buffer("bias_E", torch.zeros(moe.experts))
         # Tokens sent to each expert in this step. Recompute counts a token twice: only the proportions are used.
         self.register_buffer("load_E", torch.zeros(moe.experts), persistent=False)
@@ -118,9 +119,16 @@ class Router(nn.Module):
             self.bias_E += self.moe.balance_rate * torch.sign(self.step_load_E.mean() - self.step_load_E)
 
 
-def gate_activation(x: Tensor, activation: str) -> Tensor:
-    """What multiplies the other up-projection of a gated feed-forward network."""
-    return F.gelu(x, approximate="tanh") if activation == "geglu" else F.silu(x)
+_CLAMP, _SLOPE = 7.0, 1.702
+"""Of gpt-oss: where gate and up are cut, and the slope of its sigmoid."""
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The hidden features of a gated feed-forward network."""
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
+        return (up + 1) * (gate * torch.sigmoid(gate * _SLOPE))
+    return (F.gelu(gate, approximate="tanh") if activation == "geglu" else F.silu(gate)) * up
 
 
 class Experts(nn.Module):
@@ -132,6 +140,10 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.experts, width, moe.width)) if activation != "gelu" else None
         self.up = nn.Parameter(torch.empty(moe.experts, width, moe.width))
         self.down = nn.Parameter(torch.empty(moe.experts, moe.width, width))
+        hidden_bias, down_bias = (moe.experts, moe.width), (moe.experts, width)
+        self.gate_bias = nn.Parameter(torch.empty(hidden_bias)) if moe.bias and self.gate is not None else None
+        self.up_bias = nn.Parameter(torch.empty(hidden_bias)) if moe.bias else None
+        self.down_bias = nn.Parameter(torch.empty(down_bias)) if moe.bias else None
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
@@ -139,12 +151,24 @@ class Experts(nn.Module):
         up = _to_local(self.up).unbind()
         gate = None if self.gate is None else _to_local(self.gate).unbind()
         down = _to_local(self.down).unbind()
+        up_bias, gate_bias, down_bias = map(_unbound, (self.up_bias, self.gate_bias, self.down_bias))
         outputs = []
         for expert, x in enumerate(x_ND.split(counts)):
-            hidden = x @ up[expert]
-            hidden = F.gelu(hidden) if gate is None else gate_activation(x @ gate[expert], self.activation) * hidden
-            outputs.append(hidden @ down[expert])
+            hidden = _linear(x, up, up_bias, expert)
+            if gate is None:
+                hidden = F.gelu(hidden)
+            else:
+                hidden = gated_product(_linear(x, gate, gate_bias, expert), hidden, self.activation)
+            outputs.append(_linear(hidden, down, down_bias, expert))
         return torch.cat(outputs)
+
+
+def _unbound(bias: Tensor | None) -> Sequence[Tensor] | None:
+    return None if bias is None else _to_local(bias).unbind()
+
+
+def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, expert: int) -> Tensor:
+    return x @ weights[expert] if biases is None else x @ weights[expert] + biases[expert]
 
 
 def _to_local(weight: Tensor) -> Tensor:
@@ -165,7 +189,7 @@ class LocalDispatcher(nn.Module):
     """Take the load as even instead of reading it, since FakeTensors have no values."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would recompile
-    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: nn.Module) -> Tensor:
+    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
         """Apply the experts to token copies sorted by expert; the result is in the same order."""
         return experts(x_ND, balanced_counts(len(x_ND), len(counts_E)) if self.assume_balanced else counts_E.tolist())
 

@@ -75,6 +75,8 @@ def _check_kinds(config: HFConfig, family: ModelFamily) -> None:
             expected = "true or false"
         elif kind == "rope" and not _is_rope_table(value):
             expected = "a table of numbers and a type"
+        elif kind == "ropes" and not (isinstance(value, dict) and all(map(_is_rope_table, value.values()))):
+            expected = "a table of numbers and a type for every kind of layer"
         elif kind == "names" and not _is_texts(value):
             expected = "a list of names"
         if expected:
@@ -109,7 +111,7 @@ def unknown_keys(config: HFConfig, family: ModelFamily) -> list[str]:
 def config_from_model(model: Model, family: ModelFamily, dtype: str, carried: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a model; keys of `carried`, an earlier one, that are not about the shape are kept."""
     # The kinds of layers follow from the model: a window that was as long as it at import may not be so now.
-    replaced = (*ROPE_KEYS, "dtype", "torch_dtype", "layer_types")
+    replaced = (*ROPE_KEYS, "dtype", "torch_dtype", "layer_types", "sliding_window_pattern")
     values = {key: value for key, value in carried.items() if key not in replaced}
     values |= {"architectures": [family.architecture], "model_type": family.model_type}
     # The older spelling of dtype, because every version reads it.

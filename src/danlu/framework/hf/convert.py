@@ -191,7 +191,20 @@ def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: 
         tensor = read_once(name)
         yield tensor if expert is None else tensor[expert].T
 
-    for name, mapping in _tensor_mappings(model, family).items():
+    def woven(first: str, second: str) -> Iterator[Tensor]:
+        for rows in zip(read(first), read(second), strict=True):
+            yield torch.stack(rows, dim=-1).flatten(-2)
+
+    mappings = _tensor_mappings(model, family)
+    pairs: dict[str, list[str]] = {}
+    for name, mapping in mappings.items():
+        pairs.setdefault(mapping.hf(), []).append(name)
+    for name, mapping in mappings.items():
+        if mapping.name.woven is not None:
+            if mapping.name.woven == 0:
+                first, second = pairs[mapping.hf()]
+                yield WeightEntry(mapping.hf(), _woven_shape(shapes[name]), dtype, partial(woven, first, second))
+            continue
         if not mapping.name.per_expert:
             stored = torch.float32 if name in buffers else dtype
             yield WeightEntry(mapping.hf(), shapes[name], stored, partial(one, name, None))
@@ -243,6 +256,8 @@ class HFWeights:
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
         """The tensors that make up a parameter, with their shapes."""
         mapping, shape = self.mappings[name], tuple(self.shapes[name])
+        if mapping.name.woven is not None:
+            return {mapping.hf(): _woven_shape(shape)}
         stack = mapping.stack if self.stacked else ""
         if not mapping.name.per_expert:
             return {stack or mapping.hf(): shape}
@@ -253,7 +268,13 @@ class HFWeights:
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
         sources = self._expected(name)
-        if not self.mappings[name].name.per_expert:
+        woven = self.mappings[name].name.woven
+        if woven is not None:
+            ((source, (experts, *rest)),) = sources.items()
+            for expert in range(experts):
+                piece = self.weights.read(source, (expert, *(0 for _ in rest)), (1, *rest))[0]
+                yield piece[..., woven::2]
+        elif not self.mappings[name].name.per_expert:
             yield self.weights.read(next(iter(sources)))
         elif not self.stacked:
             for source in sources:
@@ -277,6 +298,10 @@ class HFWeights:
             message = "differs from the embedding, but the configuration says tie_word_embeddings = true"
             hint = "tie_word_embeddings = false, if the head is a separate matrix"
             raise SpecError([problem_at(self.weights.folder, 1, "lm_head.weight", message, hint)])
+
+
+def _woven_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], 2 * shape[-1])
 
 
 def _has_stacks(weights: SafetensorsReader) -> bool:

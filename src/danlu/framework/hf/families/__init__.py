@@ -4,6 +4,8 @@ from itertools import combinations
 
 from danlu.framework.hf.families.deepseek_v3 import DeepseekV3
 from danlu.framework.hf.families.family import ModelFamily
+from danlu.framework.hf.families.gemma import Gemma2, Gemma3
+from danlu.framework.hf.families.gpt_oss import GptOss
 from danlu.framework.hf.families.llama import Llama
 from danlu.framework.hf.families.mistral import Mistral
 from danlu.framework.hf.families.mixtral import Mixtral
@@ -13,7 +15,8 @@ from danlu.framework.hf.families.traits import model_traits
 from danlu.spec.model import Model
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family for family in (Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), DeepseekV3())
+    family.model_type: family
+    for family in (Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), DeepseekV3(), Gemma2(), Gemma3(), GptOss())
 }
 """By `model_type`; a model that several families have is exported as the first of them."""
 

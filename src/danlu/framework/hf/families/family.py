@@ -8,6 +8,7 @@ from danlu.framework.hf.families.keys import COMMON_DEFAULTS, COMMON_KINDS, ONLY
 from danlu.framework.hf.families.rope import rope_fields, rope_values
 from danlu.framework.hf.families.tensor_names import ATTENTION, DENSE, ENDS, TensorNamePair
 from danlu.framework.hf.families.traits import model_traits
+from danlu.framework.hf.families.windows import SLIDING, is_layer_count, listed_kinds, window_fields
 from danlu.spec.model import Model
 
 
@@ -35,9 +36,8 @@ class ModelFamily:
 
     def model_fields(self, config: HFConfig) -> dict[str, Any]:
         """The fields of a `Model` that a configuration describes; what is not supported is added to its problems."""
-        refuse_windows(config)
         fields = {field: config.get(key) for key, field in self.required_keys.items()}
-        fields |= self.bias_fields(config) | rope_fields(config)
+        fields |= self.bias_fields(config) | self.rope_fields(config) | self.window_fields(config)
         fields |= {"kv_heads": config.get("num_key_value_heads") or fields["heads"]}
         width = config.get("head_dim")
         if not width and isinstance(fields["width"], int) and isinstance(fields["heads"], int):
@@ -50,6 +50,25 @@ class ModelFamily:
             if config.get(key):
                 config.add_unsupported(key, "none here")
         return {}
+
+    def rope_fields(self, config: HFConfig) -> dict[str, Any]:
+        """The fields about rotary positions."""
+        return rope_fields(config)
+
+    def window_fields(self, config: HFConfig) -> dict[str, Any]:
+        """The fields about sliding windows."""
+        return window_fields(config, self.layer_kinds(config))
+
+    def layer_kinds(self, config: HFConfig) -> list[str]:
+        """The kind of every layer, as in `layer_types`."""
+        layers = config.get("num_hidden_layers")
+        if not is_layer_count(layers):
+            return []
+        return listed_kinds(config) or self.default_kinds(config, layers)
+
+    def default_kinds(self, config: HFConfig, layers: int) -> list[str]:
+        """The kind of every layer where no list says it: all have a window, if the model has one."""
+        return [SLIDING] * layers
 
     def config_values(self, model: Model) -> dict[str, Any]:
         """The keys of a `config.json` that describe a model."""
@@ -77,18 +96,3 @@ class ModelFamily:
     def fits(self, model: Model) -> bool:
         """Whether a model can be exported as one of this family."""
         return not self.missing_traits(model) and not self.unknown_traits(model)
-
-
-def refuse_windows(config: HFConfig) -> None:
-    """Refuse sliding windows, unless the window is as long as the model."""
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        config.add_unsupported("layer_types", "only full attention in every layer")
-    in_use = config.get("use_sliding_window") is not False or "sliding_attention" in (config.get("layer_types") or ())
-    if in_use and window is not None and longest is not None and window < longest:
-        config.add_unsupported(
-            "sliding_window",
-            f"only attention over all positions, and max_position_embeddings is {longest}",
-            f"sliding windows are not supported; with max_position_embeddings = {window} the two are the same",
-        )

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-KeyKind = Literal["number", "boolean", "rope", "names"]
+KeyKind = Literal["number", "boolean", "rope", "names", "ropes"]
 
 REQUIRED_KEYS = {
     "vocab_size": "vocabulary",
@@ -58,6 +58,7 @@ ONLY_VALUES: dict[str, Any] = {
 IGNORED_KEYS = frozenset(
     [
         "_name_or_path",
+        "attn_implementation",
         "architectures",
         "bos_token_id",
         "chunk_size_feed_forward",
@@ -67,7 +68,6 @@ IGNORED_KEYS = frozenset(
         "initializer_range",
         "is_encoder_decoder",
         "label2id",
-        "max_window_layers",
         "model_type",
         "output_attentions",
         "output_hidden_states",

@@ -25,6 +25,13 @@ class Llama(ModelFamily):
             )
         return {"bias": attention}
 
+    def window_fields(self, config: HFConfig) -> dict[str, Any]:
+        """Has none: transformers would compute attention over all positions."""
+        fields = super().window_fields(config)
+        if fields:
+            config.add_unsupported("sliding_window", "no window in this family", 'model_type = "mistral" has one')
+        return {}
+
     def config_values(self, model: Model) -> dict[str, Any]:
         """With the keys of biases."""
         return super().config_values(model) | {"attention_bias": model.bias, "mlp_bias": model.bias}

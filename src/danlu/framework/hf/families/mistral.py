@@ -1,4 +1,4 @@
-"""Mistral: a plain decoder without biases."""
+"""Mistral: a plain decoder without biases, with a window in every layer or in none."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ class Mistral(ModelFamily):
     architecture = "MistralForCausalLM"
     title = "Mistral"
     defaults = COMMON_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}
+    optional_traits = ("window",)
 
     def config_values(self, model: Model) -> dict[str, Any]:
-        """Without a window: one that was as long as the model at import may not be so now."""
-        return super().config_values(model) | {"sliding_window": None}
+        """With the window."""
+        return super().config_values(model) | {"sliding_window": model.window}

@@ -47,6 +47,7 @@ class Mixtral(ModelFamily):
     only_values = ONLY_VALUES | {"router_jitter_noise": 0.0}
     experts_key = "num_local_experts"
     traits = ("moe",)
+    optional_traits = ("window",)
 
     def model_fields(self, config: HFConfig) -> dict[str, Any]:
         """With the experts."""
@@ -62,12 +63,12 @@ class Mixtral(ModelFamily):
         return fields
 
     def config_values(self, model: Model) -> dict[str, Any]:
-        """With the experts, and without a window: one that was as long as the model may not be so now."""
+        """With the experts and the window."""
         assert model.moe is not None
         return super().config_values(model) | {
             "intermediate_size": model.moe.width,
             "num_local_experts": model.moe.experts,
             "num_experts_per_tok": model.moe.top_k,
             "router_aux_loss_coef": model.moe.balance_rate if model.moe.balance == "loss" else 0.0,
-            "sliding_window": None,
+            "sliding_window": model.window,
         }

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from danlu.framework.hf.families.family import ModelFamily
 from danlu.framework.hf.families.hf_config import HFConfig
-from danlu.framework.hf.families.qwen2 import QWEN_DEFAULTS
+from danlu.framework.hf.families.qwen2 import QWEN_DEFAULTS, Qwen
 from danlu.spec.model import Model
 
 
-class Qwen3(ModelFamily):
+class Qwen3(Qwen):
     """`Qwen3ForCausalLM`."""
 
     model_type = "qwen3"
@@ -22,6 +21,5 @@ class Qwen3(ModelFamily):
         return super().model_fields(config) | {"qk_norm": True}
 
     def config_values(self, model: Model) -> dict[str, Any]:
-        """Without a window: one that was as long as the model at import may not be so now."""
-        own = {"attention_bias": False, "sliding_window": None, "use_sliding_window": False}
-        return super().config_values(model) | own
+        """With the key of biases, of which it has none."""
+        return super().config_values(model) | {"attention_bias": False}

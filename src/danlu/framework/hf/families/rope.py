@@ -26,10 +26,10 @@ YARN = {
 """The same of type "yarn"; all but the first and the original length may be missing."""
 
 
-def rope_fields(config: HFConfig) -> dict[str, Any]:
-    """The fields of a `Model` about rotary positions."""
+def rope_fields(config: HFConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of a `Model` about rotary positions: from the table `given`, or from the one of all layers."""
     key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
-    table = dict(config.values.get(key) or {})
+    table = dict(config.values.get(key) or {}) if given is None else given
     theta = float(table.pop("rope_theta", config.get("rope_theta")))
     kind = table.pop("rope_type", table.pop("type", "default"))
     table.pop("type", None)
@@ -39,10 +39,12 @@ def rope_fields(config: HFConfig) -> dict[str, Any]:
         return {"rope_theta": theta}
     if kind == "yarn":
         return {"rope_theta": theta, "rope_scaling": _yarn_fields(config, key, table)}
+    if kind == "linear" and set(table) == {"factor"}:
+        return {"rope_theta": theta, "rope_scaling": {"kind": kind, "factor": float(table["factor"])}}
     unknown = set(table) ^ set(LLAMA3)
     if kind != "llama3" or unknown:
         hint = f"the keys of llama3 are {', '.join(LLAMA3)}" if kind == "llama3" else "this model cannot be imported"
-        config.add_unsupported(key, 'rotary positions of type "default", "llama3" and "yarn" only', hint)
+        config.add_unsupported(key, 'rotary positions of type "default", "linear", "llama3" and "yarn" only', hint)
         return {}
     scaling: dict[str, Any] = {field: float(table[key]) for key, field in LLAMA3.items()}
     return {"rope_theta": theta, "rope_scaling": scaling | {"kind": kind, "original": int(scaling["original"])}}
@@ -67,7 +69,7 @@ def rope_values(model: Model) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
     if (scaling := model.rope_scaling) is not None:
         values["rope_scaling"] = {"rope_type": scaling.kind}
-        keys = LLAMA3 if scaling.kind == "llama3" else YARN
+        keys = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}[scaling.kind]
         found = {key: getattr(scaling, field) for key, field in keys.items()}
         values["rope_scaling"] |= {key: value for key, value in found.items() if value is not None}
         if scaling.truncate:

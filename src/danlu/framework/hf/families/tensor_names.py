@@ -14,6 +14,9 @@ class TensorNamePair:
     stack: str = ""
     """Of experts, the name of the one tensor that holds all of them, where a folder has that instead."""
 
+    woven: int | None = None
+    """Of a tensor that alternates between two of Danlu's by its last dim, which of the two: 0 or 1."""
+
     @property
     def per_expert(self) -> bool:
         """Whether Danlu has one tensor for all experts, each matrix transposed, and Hugging Face one per expert."""

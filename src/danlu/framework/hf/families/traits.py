@@ -9,15 +9,26 @@ def model_traits(model: Model) -> dict[str, str]:
     traits = {
         "norm": (f'norm = "{model.norm}"', model.norm != "rms"),
         "position": (f'position = "{model.position}"', model.position != "rope"),
-        "activation": (f'activation = "{model.activation}"', model.activation != "swiglu"),
+        model.activation: (f'activation = "{model.activation}"', model.activation != "swiglu"),
         "bias": ("bias", model.bias),
         "qkv_bias": ("qkv_bias", model.qkv_bias),
         "qk_norm": ("qk_norm", model.qk_norm),
         "mla": ("[model.mla]", model.mla is not None),
+        "window": ("window", model.window is not None),
+        "window.mixed": ("layers with a window and others without", model.mixes_windows),
+        "local_rope_theta": ("local_rope_theta", model.local_rope_theta is not None),
+        "sinks": ("sinks", model.sinks),
+        "score_softcap": ("score_softcap", model.score_softcap is not None),
+        "logit_softcap": ("logit_softcap", model.logit_softcap is not None),
+        "query_scalar": ("query_scalar", model.query_scalar is not None),
+        "zero_centered_norm": ("zero_centered_norm", model.zero_centered_norm),
+        "post_norms": ("post_norms", model.post_norms),
+        "scaled_embedding": ("scaled_embedding", model.scaled_embedding),
     }
     if moe is not None:
         traits |= {
             "moe": ("[model.moe]", True),
+            "moe.bias": ("moe.bias", moe.bias),
             "moe.shared": (f"moe.shared = {moe.shared}", moe.shared > 0),
             "moe.dense_layers": (f"moe.dense_layers = {moe.dense_layers}", moe.dense_layers > 0),
             "moe.score": (f'moe.score = "{moe.score}"', moe.score != "softmax"),
