@@ -365,3 +365,65 @@ def next_sequence_number() -> int:
 def gathered_parameter(sharded: Any) -> Tensor | None:
     """The parameter that FSDP gathered from all ranks; None before the first time."""
     return getattr(sharded, "_unsharded_param", None)
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, added: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """Attention by this device's fused kernel, and its log-sum-exp: `scaled_dot_product_attention` does not return it.
+
+    None where the device has no such kernel for these tensors. Of `[sequences, heads, positions, width]`.
+    """
+    kernel = _flash_kernel(query, added)
+    if kernel == "cpu":
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, logsumexp = run(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+        return out, logsumexp
+    if kernel == "accelerator":
+        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return out, logsumexp
+    return None
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    causal: bool,
+    added: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients of query, key and value by the kernel of `flash_attention`; None where there is none."""
+    kernel = _flash_kernel(query, added)
+    if kernel == "cpu":
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = run(grad, query, key, value, out, logsumexp, 0.0, causal, attn_mask=added, scale=scale)
+    elif kernel == "accelerator":
+        no_dropout = torch.empty(0, dtype=torch.int64, device=query.device)
+        lengths = (None, None, query.shape[2], key.shape[2])  # offsets are for sequences of different lengths
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, query, key, value, out, logsumexp.contiguous(), *lengths),
+            *(0.0, causal, no_dropout, no_dropout),
+            scale=scale,
+        )
+    else:
+        return None
+    d_query, d_key, d_value = gradients
+    return d_query, d_key, d_value
+
+
+def _flash_kernel(query: Tensor, added: Tensor | None) -> str | None:
+    """Which of torch's two flash kernels takes these tensors: that of accelerators knows no mask and no fp32."""
+    if query.device.type == "cpu":
+        return "cpu"
+    key = torch._C._dispatch_key_for_device(query.device.type)
+    known = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_dot_product_flash_attention", key)
+    narrow = query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return "accelerator" if known and narrow and half and added is None else None

@@ -63,6 +63,7 @@ def _plan(microbatches: int = 1, schedule: Any = "1f1b", per_rank: int = 1, **se
 
 BY_BIAS = {"balance": "bias", "score": "sigmoid"}
 """Experts without an auxiliary loss, which is over sequences and not over documents."""
+RING: dict[str, Any] = {"context_parallel": "ring"}
 LAYOUTS = [
     Packed("one rank", "tiny-llama", _plan()),
     Packed("accumulate 4", "tiny-llama", _plan(microbatches=4)),
@@ -73,6 +74,16 @@ LAYOUTS = [
     Packed("cp", "tiny-llama", _plan(cp=2)),
     Packed("cp × tp", "tiny-llama", _plan(cp=2, tp=2)),
     Packed("cp × fsdp, recompute full", "tiny-llama", _plan(cp=2, shard=2, recompute="full")),
+    Packed("ring cp", "tiny-llama", _plan(cp=2, **RING)),
+    Packed("ring cp 4", "tiny-llama", _plan(cp=4, **RING)),
+    Packed("ring cp × tp", "tiny-llama", _plan(cp=2, tp=2, **RING)),
+    Packed("ring cp × fsdp, recompute full", "tiny-llama", _plan(cp=2, shard=2, recompute="full", **RING)),
+    Packed("ring cp, recompute selective", "tiny-llama", _plan(cp=2, recompute="selective", **RING)),
+    Packed("ring cp × zbv", "tiny-llama", _plan(cp=2, pp=2, microbatches=4, schedule="zbv", per_rank=2, **RING)),
+    Packed("ring cp, compiled", "tiny-llama", _plan(cp=2, compile=True, **RING)),
+    Packed("gpt ring cp", "tiny-gpt", _plan(cp=2, **RING)),
+    Packed("moe ring cp × ep", "tiny-moe", _plan(cp=2, ep=2, **RING), BY_BIAS),
+    Packed("chat ring cp × 1f1b", "tiny-llama", _plan(cp=2, pp=2, microbatches=4, **RING), chat=True),
     Packed("gpipe", "tiny-llama", _plan(pp=2, microbatches=4, schedule="gpipe")),
     Packed("1f1b", "tiny-llama", _plan(pp=2, microbatches=4)),
     Packed("interleaved", "tiny-llama", _plan(pp=2, microbatches=4, schedule="interleaved", per_rank=2)),
@@ -100,4 +111,4 @@ LAYOUTS = [
     Packed("chat, whole rows, llama fsdp", "llama", _plan(shard=2), chat=True, document_mask=False),
     Packed("qwen3 zbv", "qwen3", _plan(pp=2, microbatches=4, schedule="zbv", per_rank=2)),
 ]
-QUICK = ("cp × tp", "fsdp × 1f1b", "moe ep", "llama 1f1b, recompute full", "chat fsdp × tp")
+QUICK = ("cp × tp", "ring cp × tp", "fsdp × 1f1b", "moe ep", "llama 1f1b, recompute full", "chat fsdp × tp")

@@ -34,7 +34,14 @@ READ = 32 * 32
 """Tokens that are read of each: a part of the first, all of the second."""
 
 
-MASKED = ("cp × interleaved", "tp × zbv", "gpt tied, tp", "moe hsdp × cp × ep 4", "fsdp, recompute full")
+MASKED = (
+    "cp × interleaved",
+    "tp × zbv",
+    "gpt tied, tp",
+    "moe hsdp × cp × ep 4",
+    "fsdp, recompute full",
+    "ring cp × interleaved",
+)
 """Layouts that keep documents apart; the others read across their borders."""
 
 

@@ -24,6 +24,7 @@ NAMES = (
     *("moe ep, balanced by bias", "moe ep over tp", "gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, compiled", "fsdp, recompute full", "fsdp × tp × 1f1b", "tp × zbv", "cp × interleaved"),
     *("fsdp × cp × tp", "moe 1f1b × ep", "moe hsdp × cp × ep 4"),
+    *("tp × ring cp", "ring cp × interleaved", "moe ring cp × ep"),
 )
 QUICK = ("fsdp, kept gathered", "moe ep, balanced by bias", "zbv", "tp × zbv")
 CHOSEN = [layout for layout in LAYOUTS if layout.name in NAMES]

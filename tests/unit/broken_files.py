@@ -162,6 +162,7 @@ READING = {
     "one-file-unreadable": Files(RECIPE.replace("warmup = 10", "warmup = 200"), "[degrees\n", CLUSTER),
 }
 
+RING = 'context_parallel = "ring"'
 CONTRADICTIONS = {
     "kv-heads-by-tp": _plan("tp = 8"),
     "heads-by-tp": _plan("tp = 3", recipe=RECIPE.replace("kv_heads = 4\n", "").replace("= 256", "= 258")),
@@ -179,6 +180,9 @@ CONTRADICTIONS = {
         "cp = 4",
         recipe=RECIPE.replace("kv_heads = 4", "kv_heads = 6").replace("heads = 8\n", "heads = 12\nhead_width = 8\n"),
     ),
+    "length-by-ring-cp": _plan("cp = 4", RING, recipe=RECIPE.replace("length = 64", "length = 60")),
+    "length-by-ring-cp-and-tp": _plan("cp = 2\ntp = 4", RING, recipe=RECIPE.replace("length = 64", "length = 68")),
+    "ring-without-cp": _plan("tp = 2", RING),
     "sequences-by-data": _plan("replicate = 2\nshard = 3"),
     "microbatches": _plan("shard = 2", "microbatches = 3"),
     "too-few-layers": _plan("pp = 8", "microbatches = 8"),

@@ -28,6 +28,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 Make = Callable[..., Any]
@@ -153,6 +162,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("gpt_oss", {}),
     "gpt-oss tied": ("gpt_oss", {"tie_word_embeddings": True}),
+    "gpt-oss, long context": ("gpt_oss", {"rope_parameters": GPT_OSS_YARN}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}),
     "gemma2 with a head of its own": ("gemma2", {"tie_word_embeddings": False}),
     "gemma3": ("gemma3_text", {"layer_types": GEMMA3_LAYERS}),

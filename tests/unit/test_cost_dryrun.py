@@ -54,6 +54,12 @@ DENSE = {
     ),
     "hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
     "hsdp × cp, selective": (plan(replicate=2, shard=4, cp=2, recompute="selective"), 8),
+    "hsdp × ring cp": (plan(replicate=2, shard=4, cp=2, context_parallel="ring"), 8),
+    "fsdp × ring cp 4, selective": (plan(shard=2, cp=4, recompute="selective", context_parallel="ring"), 8),
+    "1f1b × ring cp × tp, recomputed": (
+        plan(pp=2, shard=2, cp=4, tp=2, recompute="full", microbatches=4, context_parallel="ring"),
+        8,
+    ),
     "gpipe × tp": (plan("gpipe", pp=2, tp=2, shard=2, microbatches=4), 8),
     "gpipe, recomputed": (plan("gpipe", pp=2, shard=4, recompute="full", microbatches=4), 16),
     "1f1b, selective": (plan(pp=4, shard=4, recompute="selective", microbatches=6), 24),
@@ -79,6 +85,11 @@ EXPERTS = {
 DOCUMENTS = {
     "documents: fsdp": (plan(shard=8), 8),
     "documents: fsdp × cp × tp, recomputed": (plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2), 8),
+    "documents: fsdp × ring cp 4": (plan(shard=2, cp=4, microbatches=2, context_parallel="ring"), 8),
+    "documents: fsdp × ring cp × tp, recomputed": (
+        plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2, context_parallel="ring"),
+        8,
+    ),
     "documents: interleaved": (plan("interleaved", 2, pp=4, shard=2, microbatches=8), 16),
 }
 """With documents kept apart by a mask."""
@@ -86,6 +97,7 @@ IN_FULL = {
     "fp32: fsdp": (plan(shard=8), 8),
     "fp32: fsdp × tp, selective": (plan(shard=4, tp=8, recompute="selective"), 8),
     "fp32: 1f1b × cp × tp, recomputed": (plan(pp=2, shard=2, cp=2, tp=2, recompute="full", microbatches=4), 8),
+    "fp32: zbv × ring cp": (plan("zbv", 2, pp=4, cp=2, shard=2, microbatches=8, context_parallel="ring"), 16),
     "fp32: zbv × tp": (plan("zbv", 2, pp=4, tp=2, shard=2, microbatches=8), 16),
     "fp32: ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
 }
@@ -126,6 +138,7 @@ WINDOW_LAYOUTS = {
 }
 LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS
 QUICK = {
+    "fsdp × ring cp 4, selective",
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
     "1f1b × tp, by layer",
@@ -164,7 +177,7 @@ def formulas_of(recipe: Recipe, wanted: Plan) -> Predictor:
     """With nothing hidden behind anything; counts and bytes do not depend on that."""
     question = PlanRequest(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
     own = software_for(question, wanted.recompute, regather_inputs=wanted.regather_inputs)
-    serial = replace(own, overlap_grad_reduce=False, overlap_p2p_comm=False)
+    serial = replace(own, overlap_grad_reduce=False, overlap_p2p_comm=False, overlap_ring=False)
     return Predictor(recipe.decoder, recipe.batch, POD, serial, recipe.precision.compute)
 
 

@@ -16,7 +16,7 @@ EVERYWHERE = {"compiled blocks", "fp8 matmuls", "activation offload"}
 DISPATCH = {"overlapped expert dispatch", "send-once expert dispatch"}
 BY_LAYOUT: dict[str, tuple[PlanRequest, Plan, set[str]]] = {
     "sharded": (question(chips=8, cluster=machine(nodes=2)), Plan(degrees=Degrees(shard=8)), set()),
-    "cp": (question(chips=8), Plan(degrees=Degrees(shard=4, cp=2)), {"ring context parallelism"}),
+    "cp": (question(chips=8), Plan(degrees=Degrees(shard=4, cp=2)), set()),
     "tp": (question(chips=8), Plan(degrees=Degrees(shard=4, tp=2)), {"asynchronous tensor parallelism"}),
     "experts": (question(EXPERTS, chips=8), Plan(degrees=Degrees(shard=8, ep=4)), DISPATCH),
     "experts with tp": (
@@ -45,7 +45,6 @@ def test_what_a_layout_could_use_is_listed_with_a_reason(name: str) -> None:
     ("name", "feature", "traits"),
     [
         ("sharded", "compiled blocks", {"eager": False}),
-        ("cp", "ring context parallelism", {"ulysses": False}),
         ("tp", "asynchronous tensor parallelism", {"overlap_tp_comm": True}),
         ("experts", "overlapped expert dispatch", {"overlap_ep_comm": True}),
         ("experts", "send-once expert dispatch", {"dedup_dispatch": True}),

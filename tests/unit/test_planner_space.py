@@ -47,6 +47,7 @@ def key(plan: Plan) -> Key:
         plan.recompute,
         plan.resolved_reshard_after_forward,
         plan.compile,
+        plan.context_parallel,
         plan.regather_inputs,
     )
 
@@ -83,7 +84,8 @@ def accepted(question: PlanRequest) -> set[Key]:
             if not allow("microbatch", sequences // (replicate * shard * pieces)):
                 continue
             degrees = Degrees(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp, ep=ep)
-            for recompute, reshards, regather in product(RECOMPUTES, (True, False), (True, False)):
+            kinds = ("ulysses", "ring") if cp > 1 else ("ulysses",)
+            for recompute, reshards, regather, kind in product(RECOMPUTES, (True, False), (True, False), kinds):
                 if allow("recompute", recompute):
                     plan = Plan(
                         degrees=degrees,
@@ -92,6 +94,7 @@ def accepted(question: PlanRequest) -> set[Key]:
                         recompute=recompute,  # type: ignore[arg-type]
                         reshard_after_forward=reshards,
                         regather_inputs=regather,
+                        context_parallel=kind,  # type: ignore[arg-type]
                         compile=question.constraints.allows_compile(True),
                     )
                     if not find_problems(question.parsed_recipe, parsed_without_file(plan)):
@@ -116,6 +119,7 @@ def test_degrees_and_schedules_of_every_kind_are_among_them() -> None:
     assert {layout[2] for layout in plans} == set(SCHEDULES)
     assert {dict(layout[0])["tp"] for layout in plans} == {1, 2, 4}
     assert {dict(layout[0])["tp"] for layout in plans if layout[-1]} == {2, 4}, "inputs gathered again"
+    assert {dict(layout[0])["cp"] for layout in plans if layout[-2] == "ring"} == {2, 4}
 
 
 def _question(name: str) -> PlanRequest:

@@ -9,6 +9,7 @@ from torch import Tensor
 from danlu.cost.parameter_count import count_parameters
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.rope import apply_rope
+from danlu.parallel.sequence_shard import SequenceShard
 from danlu.spec.catalog import catalog_entries
 from danlu.spec.load import load_model
 from danlu.spec.model import Model
@@ -211,5 +212,7 @@ def test_a_part_of_a_sequence_gets_the_learned_places_of_that_part() -> None:
     assert embed is not None
     batch = tokens(model, length=12)
     whole = embed(batch)
-    embed.cp_rank = 2
+    embed.shard = SequenceShard(2, 3)
     assert torch.equal(embed(batch[:, 8:]), whole[:, 8:])
+    embed.shard = SequenceShard(1, 3, zigzag=True)
+    assert torch.equal(embed(batch[:, [2, 3, 8, 9]]), whole[:, [2, 3, 8, 9]])

@@ -38,7 +38,9 @@ def plan(
     cluster: Annotated[str, typer.Option(help="A cluster of the catalog, or its file.")],
     chips: Annotated[int | None, typer.Option(help="Chips to use; all of the cluster if omitted.", min=1)] = None,
     fix: Annotated[str, typer.Option(help="Fix knobs to values: tp=8,pp=4|8,recompute=none.")] = "",
-    exclude: Annotated[str, typer.Option(help="Axes, schedules or recompute modes to exclude: pp,zbv.")] = "",
+    exclude: Annotated[
+        str, typer.Option(help="Axes, kinds of cp, schedules or recompute modes to exclude: pp,ring.")
+    ] = "",
     why_not: Annotated[str, typer.Option(help="Explain why a layout was not chosen: tp=4,recompute=full.")] = "",
     what_if: Annotated[
         list[str] | None, typer.Option(help="Change the machine: fabric.bandwidth=2x, chip.memory=141 GB.")

@@ -225,6 +225,11 @@ def p2p_time(network: Network, level: int, sent: float) -> float:
     return known if known is not None else link.latency + sent / link.bandwidth
 
 
+def ring_turn_time(network: Network, span: GroupShape, sent: float) -> float:
+    """Seconds until every member of a ring has sent bytes to the next one: those of the slowest hop."""
+    return max((p2p_time(network, level, sent) for level, ranks in enumerate(span) if ranks > 1), default=0.0)
+
+
 def outermost_level(span: GroupShape) -> int:
     """The outermost level that a group crosses; the innermost for a rank by itself."""
     return max((level for level, ranks in enumerate(span) if ranks > 1), default=0)

@@ -40,7 +40,7 @@ def cost_context(
     overheads = constants.overheads
     efficiency = constants.efficiency_of(chip, software.attention == "native")
     if not chip.overlaps:
-        software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False)
+        software = replace(software, overlap_grad_reduce=False, overlap_p2p_comm=False, overlap_ring=False)
     return CostContext(
         shape=model_shape(model),
         batch=batch,

@@ -16,9 +16,8 @@ from danlu.cost.collectives import (
     all_reduce_time,
     all_to_all_time,
     dedup_dispatch_time,
-    outermost_level,
-    p2p_time,
     reduce_scatter_time,
+    ring_turn_time,
 )
 from danlu.cost.context import CostContext
 from danlu.cost.measured_times import OperatorTimes
@@ -127,14 +126,14 @@ class _LayerTimer:
             linear=linear,
             elementwise=self._elementwise(moved[0], kernels, backward=False),
             tensor=self._tensor(),
-            context=self._context(core[0], 1),
+            context=self._context(core[0], backward=False),
         )
         backward = PassTime(
             attention=core[1],
             linear=inputs + weights,
             elementwise=self._elementwise(moved[1], kernels * 3 // 2, backward=True),
             tensor=forward.tensor + self._regathered(recompute),
-            context=self._context(core[1], 2),
+            context=self._context(core[1], backward=True),
         )
         if self.moe:
             forward, backward = (once._replace(expert=self._expert(once.compute)) for once in (forward, backward))
@@ -193,7 +192,8 @@ class _LayerTimer:
 
         forward, backward = over(shard.length, False), over(shard.length, True)
         if attention.needs_mask(shard, local=self.windowed, documents=software.document_mask):
-            return 2 * forward, 2 * backward  # all pairs, where `flash_attention_time` counts the causal half
+            times = 2 * attention.masked_share(shard)  # of the causal half, which `flash_attention_time` counts
+            return times * forward, times * backward
         if 0 < software.sliding_window < shard.length:
             # Twice the mean number of tokens attended to, as `flash_attention_time` counts the causal half of it.
             keys = 2.0 * software.sliding_window - software.sliding_window**2 / shard.length
@@ -311,13 +311,16 @@ class _LayerTimer:
             once += all_gather_time(self.network, self.local.etp_group, held * software.expert_tp)
         return exposed_time(2 * once, compute, self.overheads.contention) if software.overlap_ep_comm else 2 * once
 
-    def _context(self, core: float, times: int) -> float:
+    def _context(self, core: float, *, backward: bool) -> float:
         """Ring traffic of keys and values that attention does not hide; or Ulysses' all-to-alls."""
         if self.shard.cp == 1:
             return 0.0
         network, group, width = self.network, self.local.cp_group, self.device.element_bytes
-        if self.software.ulysses:
+        if not self.shard.ring:
             inwards, outwards = attention.ulysses_elements(self.shard)
             return all_to_all_time(network, group, width * inwards) + all_to_all_time(network, group, width * outwards)
-        block = width * attention.key_value_elements(self.shard)
-        return max(0.0, times * (self.shard.cp - 1) * p2p_time(network, outermost_level(group), block) - core)
+        elements, turns = attention.key_value_elements(self.shard), self.shard.cp - 1
+        busy = turns * ring_turn_time(network, group, width * elements)
+        if backward:  # keys and values once more, and their gradients
+            busy += turns * ring_turn_time(network, group, self.software.ring_gradient_bytes * elements)
+        return max(0.0, busy - core) if self.software.overlap_ring else busy

@@ -33,6 +33,7 @@ class LayoutShapes:
             expert_tp=self.software.expert_tp,
             expert_imbalance=self.software.expert_imbalance,
             pad_values=self.software.pad_values,
+            ring=layout.cp > 1 and (layout.ring or not self.software.ulysses),
         )
         self.local = LocalShape(
             self.shard,

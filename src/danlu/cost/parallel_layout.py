@@ -27,6 +27,8 @@ class ParallelLayout(NamedTuple):
     stages_per_rank: int = 1
     stage_layers: tuple[int, ...] = ()
     reshard_after_forward: bool = False
+    ring: bool = False
+    """Whether `cp` is a ring; also if the software knows nothing else."""
     group_shapes: tuple[tuple[str, GroupShape], ...] = ()
     """Shapes of groups that are not contiguous: an axis by its name; `shard×cp` and `expert_shard` for the ranks that
     one copy of dense and of expert states is sharded over, `data×cp` and `expert_data` for all that hold the same ones.
@@ -63,6 +65,7 @@ def layout_from_plan(plan: Plan, cluster: Cluster) -> ParallelLayout:
         stages_per_rank=plan.pipeline.stages_per_rank if looped else 1,
         stage_layers=tuple(plan.pipeline.layers),
         reshard_after_forward=plan.resolved_reshard_after_forward,
+        ring=plan.context_parallel == "ring",
         group_shapes=spans,
     )
 

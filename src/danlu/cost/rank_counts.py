@@ -58,7 +58,7 @@ class RankCounter(LayoutShapes):
         total = 0.0
         for (moe, recompute, local), count in contents.runs:
             masked = attention.needs_mask(shard, local=local, documents=self.software.document_mask)
-            pairs = all_pairs if masked else 0.5 * all_pairs
+            pairs = all_pairs * (attention.masked_share(shard) if masked else 0.5)
             core = attention.core_flops(batch, pairs, *shard.core_widths)
             linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
             last = layer.last_matmul(shard, moe)
@@ -96,11 +96,17 @@ class RankCounter(LayoutShapes):
         return self.layout.microbatches * (total + copied)
 
     def _context(self, contents: StageContents) -> float:
-        """All-to-all between heads and positions, both ways."""
+        """All-to-all between heads and positions, both ways; or keys and values, and back again their gradients."""
         if self.shard.cp == 1:
             return 0.0
-        once = float(self.software.activation_bytes * sum(attention.ulysses_elements(self.shard)))
-        return sum(self.layout.microbatches * count * once * _passes(kind) for kind, count in contents.runs)
+        each, gradients = float(self.software.activation_bytes), 0.0
+        if self.shard.ring:
+            elements = (self.shard.cp - 1) * attention.key_value_elements(self.shard)
+            once, gradients = each * elements, float(self.software.ring_gradient_bytes * elements)
+        else:
+            once = each * sum(attention.ulysses_elements(self.shard))
+        passes = sum(count * (once * _passes(kind) + gradients) for kind, count in contents.runs)
+        return self.layout.microbatches * passes
 
     def _expert(self, contents: StageContents) -> float:
         """Tokens to their experts and back."""

@@ -126,7 +126,12 @@ class Software:
     launch_blocking: bool = False
     """Wait for every kernel before the next is launched (`CUDA_LAUNCH_BLOCKING=1`), as a remedy for hangs."""
     ulysses: bool = False
-    """Context parallelism by all-to-all between heads and positions, not by a ring of keys and values."""
+    """Context parallelism by all-to-all between heads and positions, not by a ring of keys and values, unless the plan
+    chooses the ring."""
+    ring_gradient_bytes: int = 2
+    """Bytes of a gradient of a key or value as a ring passes it on."""
+    overlap_ring: bool = True
+    """Pass keys and values around the ring while attention computes."""
     ring_bandwidth: float = inf
     """Bytes per second of one group between nodes, if its library drives one adapter per group."""
     pad_values: bool = False
@@ -159,6 +164,7 @@ class Software:
 DANLU = Software(
     keep_half_parameters=False,
     ulysses=True,
+    ring_gradient_bytes=4,
     keep_gathered_inputs=True,
     expose_regather=True,
     pad_values=True,

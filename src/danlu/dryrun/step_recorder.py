@@ -20,6 +20,7 @@ from danlu.dryrun.operator_info import (
     operator_traffic,
     tensor_signature,
 )
+from danlu.parallel.ring_attention import DECOMPOSITIONS
 from danlu.spec.trace import Phase
 from danlu.torch_compat import FakeTensor, TorchDispatchMode, around_sharding_propagation
 
@@ -100,6 +101,12 @@ class StepRecorder(TorchDispatchMode):
         if info is None:
             info = self._infos[func] = operator_info(func)
         kwargs = kwargs or {}
+        if func in DECOMPOSITIONS:
+            super().__enter__()  # records what the operator consists of, not the operator
+            try:
+                return DECOMPOSITIONS[func](*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         if info.is_noop or self._propagating:
             return func(*args, **kwargs)
         if self._tracker is None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from danlu.chips.accelerator import copy_to_device
 from danlu.comm.mesh import ParallelMesh
 from danlu.parallel.batch import IGNORE_INDEX, Batch
+from danlu.parallel.sequence_shard import sequence_shard
 from danlu.spec.recipe import BatchConfig
 from danlu.storage.data.shuffle import IntArray
 from danlu.storage.data.token_marks import unpack_marks
@@ -74,8 +75,7 @@ class BatchLoader:
         self.device = mesh.device
         self.batch = batch
         self.data_shard = (mesh.dp_rank, mesh.plan.degrees.dp)
-        self.length = batch.length // mesh.size("cp")
-        self.first_column = mesh.coordinate("cp") * self.length
+        self.columns = sequence_shard(mesh).ranges(batch.length)
         self.prefetch = prefetch
         self._pending: dict[int, Future[Batch]] = {}
 
@@ -114,14 +114,18 @@ class BatchLoader:
             raise ValueError(
                 f"token ids must be below {self.vocabulary}, but a sample of the batch at {cursor} has id {highest}"
             )
-        columns = slice(self.first_column, self.first_column + self.length)
-        targets = targets[:, columns]
+        targets = self._held(targets)
         return Batch(
-            self._on_device(tokens[:, columns]),
+            self._on_device(self._held(tokens)),
             self._on_device(targets),
             None if positions is None else self._on_device(positions),
             None if self.marked is None else int((targets != IGNORE_INDEX).sum()),
         )
+
+    def _held(self, array: IntArray) -> IntArray:
+        """This rank's columns."""
+        pieces = [array[:, piece] for piece in self.columns]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
     def _on_device(self, array: IntArray) -> torch.Tensor:
         return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -14,12 +13,8 @@ from torch.utils.checkpoint import (
 
 from danlu.ops.recompute import SAVED_BY_SELECTIVE
 
-SAVED_OPS = frozenset(
-    getattr(getattr(torch.ops, namespace), name).default
-    for namespace, names in SAVED_BY_SELECTIVE.items()
-    for name in names
-)
-"""What `selective` keeps."""
+SAVED_OPS = frozenset(f"{namespace}::{name}" for namespace, names in SAVED_BY_SELECTIVE.items() for name in names)
+"""What `selective` keeps, by name: this package's own operators are registered by rooms above."""
 
 
 class RecomputeRegion(NamedTuple):
@@ -61,4 +56,4 @@ def wrap_recomputed(
 
 
 def _save_policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

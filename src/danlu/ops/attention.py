@@ -71,11 +71,23 @@ def needs_mask(shard: LayerShard, *, local: bool, documents: bool) -> bool:
     return documents or shard.model.by_scores or (local and shard.model.window < shard.length)
 
 
+def masked_share(shard: LayerShard) -> float:
+    """Share of all pairs of positions that is computed where a mask in memory keeps documents apart.
+
+    A kernel that is given a mask computes every pair. A ring gives it no block without visible pairs, so that it
+    computes the causal half, and the other half of the block of a rank's own positions.
+    """
+    return 0.5 * (1 + 1 / shard.cp) if shard.ring else 1.0
+
+
 def mask_bytes(shard: LayerShard, element_bytes: int, *, documents: bool) -> float:
     """Bytes of the masks of documents and windows, over full sequences even with `cp`.
 
-    One serves all layers with a window and one all others; without documents it also serves all sequences.
+    One serves all layers with a window and one all others; without documents it also serves all sequences. A ring has
+    none: each rank makes what it needs of it, block by block.
     """
+    if shard.ring and shard.cp > 1:
+        return 0.0
     windowed = 0 < shard.model.window < shard.length
     masks = windowed + ((documents or shard.model.by_scores) and not (windowed and shard.model.all_local))
     return float(element_bytes) * masks * (shard.sequences if documents else 1) * shard.length**2
@@ -125,8 +137,9 @@ def ulysses_elements(shard: LayerShard) -> tuple[int, int]:
 
 
 def key_value_elements(shard: LayerShard) -> int:
-    """Elements of the keys and values that a ring passes on."""
-    return 2 * shard.tokens * max(1, shard.model.kv_heads // shard.tp) * shard.model.head_dim
+    """Elements of the keys and values that a rank passes on around a ring, in every turn but the last."""
+    shape = shard.model
+    return shard.tokens * max(1, shape.kv_heads // shard.tp) * (shape.head_dim + shape.v_head_dim)
 
 
 def moved_bytes(shard: LayerShard) -> tuple[float, float]:

@@ -95,7 +95,7 @@ def _saved_by_operator(shard: LayerShard, saving: Saving, moe: bool) -> float:
     """
     shape, each = shard.model, float(saving.element_bytes)
     summed = each * (shard.tokens * shape.width + (shard.stream if shard.tp > 1 else 0.0))
-    exchanged = 2 if shard.cp > 1 else 1
+    exchanged = 2 if shard.cp > 1 and not shard.ring else 1
     results = saving._replace(matmul_bytes=each)  # as operators return them, before any cast to fp8
     kept = each * shard.stream + summed + exchanged * attention.saved_bytes(shard, results)
     hidden = mlp.hidden_elements(shard, moe)

@@ -37,6 +37,8 @@ class LayerShard(NamedTuple):
     """Tokens of the fullest expert rank over the mean."""
     pad_values: bool = False
     """Whether values and queries of different widths are padded to the same, for attention kernels that have one."""
+    ring: bool = False
+    """Whether `cp` passes keys and values around a ring, not heads to all in exchange for positions."""
 
     @property
     def tokens(self) -> int:

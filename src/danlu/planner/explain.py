@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
-from danlu.planner.search_space import Candidate, SearchSpace
+from danlu.planner.search_space import Candidate, SearchSpace, context_kind
 from danlu.planner.ties import tie_limit
 from danlu.spec.plan import LOOPED_SCHEDULES
 from danlu.spec.problem import Problem
@@ -128,7 +128,7 @@ class Explainer:
         """The first problem that the rules of `danlu check` find with a layout."""
         shape, schedule, data = candidate
         return (
-            self.space.shape_problem(shape.tp, shape.cp, shape.ep, data.shard)
+            self.space.shape_problem(shape.tp, shape.cp, shape.ep, data.shard, shape.ring)
             or self.space.stage_problem(shape.pp, schedule, data.reshard_after_forward)
             or self.space.batch_problem(candidate)
         )
@@ -168,6 +168,9 @@ def neighbors(
         word = "keep gathered inputs" if schedule.regather_inputs else "regather inputs"
         changed = schedule._replace(regather_inputs=not schedule.regather_inputs)
         yield word, candidate._replace(schedule=changed)
+    if shape.cp > 1:
+        words = f"context {context_kind(shape.ring)} → {context_kind(not shape.ring)}"
+        yield words, candidate._replace(shape=shape._replace(ring=not shape.ring))
     yield from _data_neighbors(candidate, only_smaller)
     for axis in ("tp", "cp", "pp", "ep"):
         yield from _degree_neighbors(candidate, axis, only_smaller)
@@ -209,6 +212,7 @@ def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> It
         yield f"{axis} {now} → {now * 2}", Candidate(more, schedule, less)
     if now % 2 == 0 and not only_smaller and shape.microbatches % 2 == 0:
         fewer = shape._replace(**{axis: now // 2}, dp=shape.dp * 2, microbatches=shape.microbatches // 2)
+        fewer = fewer._replace(ring=shape.ring and fewer.cp > 1)
         changed = schedule._replace(regather_inputs=schedule.regather_inputs and fewer.tp > 1)
         if axis == "pp" and now == 2:
             changed = changed._replace(schedule="1f1b", stages_per_rank=1)

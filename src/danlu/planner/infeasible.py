@@ -10,6 +10,7 @@ from danlu.planner.pricing import PlanPricer
 from danlu.planner.request import PlanRequest
 from danlu.planner.search_space import ScheduleKnobs, SearchSpace
 from danlu.spec.plan import DENSE_AXES
+from danlu.spec.problem import Problem
 
 _AXES = (*DENSE_AXES, "ep")
 _MULTIPLES = (2, 4, 8, 16, 32, 64)
@@ -51,7 +52,7 @@ def _held(request: PlanRequest) -> dict[str, list[int]]:
 def _degree_problem(request: PlanRequest, space: SearchSpace, axis: str, value: int) -> str:
     """The problem of one degree, whatever the others are."""
     degrees = {"tp": 1, "cp": 1, "ep": 1, "shard": 1}
-    if axis in ("tp", "cp") and (problem := space.shape_problem(**(degrees | {axis: value}))):
+    if axis in ("tp", "cp") and (problem := _shape_problem(space, **(degrees | {axis: value}))):
         return problem_text(problem)
     experts = request.model.moe.experts if request.model.moe else 1
     if axis == "ep" and (problem := space.shape_problem(**(degrees | {"ep": value, "shard": value}))):
@@ -63,6 +64,12 @@ def _degree_problem(request: PlanRequest, space: SearchSpace, axis: str, value: 
     return "" if axis != "ep" or experts % value == 0 else f"ep = {value} does not divide the {experts} experts"
 
 
+def _shape_problem(space: SearchSpace, tp: int, cp: int, ep: int = 1, shard: int = 1) -> Problem | None:
+    """The problem of degrees whichever way `cp` attends: the first way's, if all have one."""
+    problems = [space.shape_problem(tp, cp, ep, shard, ring) for ring in space.context_kinds(cp) or (False,)]
+    return problems[0] if all(problems) else None
+
+
 def _combination_problem(request: PlanRequest, space: SearchSpace, degrees: dict[str, int]) -> str:
     """The problem of degrees that are fixed together."""
     chips, sequences = request.chips, request.recipe.batch.sequences
@@ -71,7 +78,7 @@ def _combination_problem(request: PlanRequest, space: SearchSpace, degrees: dict
     if chips % taken:
         return f"{named} = {taken} does not divide the {chips:,} chips: change --chips, or one of them"
     tp, cp, ep = (degrees.get(axis, 1) for axis in ("tp", "cp", "ep"))
-    if problem := space.shape_problem(tp, cp, 1, 1):
+    if problem := _shape_problem(space, tp, cp):
         return problem_text(problem)
     if {"pp", "cp", "tp"} <= degrees.keys() and sequences % (chips // (degrees["pp"] * cp * tp)):
         data = chips // (degrees["pp"] * cp * tp)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from itertools import islice, product
 
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
-from danlu.planner.search_space import SearchSpace, ShapeKnobs, plan_without_file
+from danlu.planner.search_space import SearchSpace, ShapeKnobs, context_kind, plan_without_file
 from danlu.spec.plan import DENSE_AXES, LOOPED_SCHEDULES, Degrees, PipelineConfig, Plan
 from danlu.spec.problem import Problem
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES
+from danlu.spec.rules.context import CONTEXT_RULES
 from danlu.spec.rules.pipeline import STAGE_RULES
 from danlu.spec.rules.regather import REGATHER_RULES
 
@@ -52,6 +53,8 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
     if not names and shape.pp > 1:
         yield f"--exclude names every schedule, but pp = {shape.pp} needs one: remove one of them, or fix pp=1"
         return
+    kinds = fixed.get("context", frozenset())
+    context = context_kind(kinds == {"ring"} if len(kinds) == 1 else shape.ring)
     looped = fixed.get("virtual", {"1"}) != {"1"}
     names = [name for name in names if looped == (name in LOOPED_SCHEDULES)] if "schedule" not in fixed else names
     for schedule, recompute, reshard, regather, compiled in product(
@@ -66,6 +69,7 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
                 continue
             plan = Plan(
                 degrees=Degrees(pp=shape.pp, shard=shape.dp, cp=shape.cp, tp=shape.tp, ep=shape.ep),
+                context_parallel=context,
                 pipeline=PipelineConfig(schedule=schedule, stages_per_rank=stages),  # type: ignore[arg-type]
                 recompute=recompute,  # type: ignore[arg-type]
                 reshard_after_forward=reshard == "true",
@@ -108,6 +112,6 @@ def _microbatches(request: PlanRequest, shape: ShapeKnobs) -> Iterator[int | str
 
 def _problems(request: PlanRequest, plan: Plan) -> Iterator[Problem]:
     given = plan_without_file(plan)
-    yield from (problem for rule in (*STAGE_RULES, *REGATHER_RULES) for problem in rule(given))
+    yield from (problem for rule in (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES) for problem in rule(given))
     for rule in (*DECODER_LAYOUT_RULES, *LAYOUT_RULES):
         yield from rule(request.parsed_recipe, given)

@@ -137,15 +137,6 @@ def _expert_tp(now: _Variation) -> Iterator[MissingFeature]:
     yield now.gain_of(name, reason, best)
 
 
-def _ring(now: _Variation) -> Iterator[MissingFeature]:
-    if now.shape.cp > 1:
-        yield now.gain(
-            "ring context parallelism",
-            "heads are exchanged for positions by all-to-all (Ulysses); keys and values do not travel a ring",
-            ulysses=False,
-        )
-
-
 def _async_tp(now: _Variation) -> Iterator[MissingFeature]:
     if now.shape.tp > 1:
         yield now.gain(
@@ -168,7 +159,6 @@ _FEATURES: tuple[Callable[[_Variation], Iterator[MissingFeature]], ...] = (
     _fp8,
     _experts,
     _expert_tp,
-    _ring,
     _async_tp,
     _offload,
 )

@@ -134,7 +134,7 @@ class PlanPricer:
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._passes: dict[tuple[object, ...], float] = {}
-        self._full_batches: dict[tuple[int, int, int, int], float] = {}
+        self._full_batches: dict[tuple[int, ...], float] = {}
         self._networks = RelaxedNetworkBuilder(
             self._predictor("none", False, False).context.network, request.chips, request.cluster
         )
@@ -235,7 +235,7 @@ class PlanPricer:
 
     def degrees_lower_bound(self, shape: ShapeKnobs) -> float:
         """Lower bound in seconds for all layouts with these degrees, at any number of microbatches."""
-        key = (shape.cp, shape.tp, shape.ep, shape.dp)
+        key = (shape.cp, shape.tp, shape.ep, shape.dp, shape.ring)
         found = self._full_batches.get(key)
         if found is None:
             held = self.request.recipe.batch.sequences // shape.dp
@@ -247,7 +247,7 @@ class PlanPricer:
     def _model_pass_time(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> float:
         """Lower bound on the seconds of one microbatch through the full model on one rank."""
         sequences = self.request.recipe.batch.sequences // (shape.dp * shape.microbatches)
-        key = (shape.tp, shape.cp, shape.ep, sequences, *_software_knobs(schedule))
+        key = (shape.tp, shape.cp, shape.ep, shape.ring, sequences, *_software_knobs(schedule))
         found = self._passes.get(key)
         if found is None:
             alone = shape._replace(pp=1)
@@ -272,6 +272,7 @@ class PlanPricer:
             stages_per_rank=schedule.stages_per_rank,
             stage_layers=schedule.stage_layers,
             reshard_after_forward=data.reshard_after_forward,
+            ring=shape.ring,
             group_shapes=group_shapes,
         )
 

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 from danlu.planner.fit_chance import default_reserve
 from danlu.spec.cluster import Cluster
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
-from danlu.spec.plan import DENSE_AXES
+from danlu.spec.plan import DENSE_AXES, ContextParallel
 from danlu.spec.problem import suggest_name
 from danlu.spec.recipe import ComputeDtype, Recipe
 from danlu.spec.toml import TomlDocument
@@ -17,6 +18,7 @@ from danlu.spec.toml import TomlDocument
 KNOBS = (
     *DENSE_AXES,
     "ep",
+    "context",
     "microbatches",
     "microbatch",
     "schedule",
@@ -26,10 +28,13 @@ KNOBS = (
     "regather",
     "compile",
 )
-"""What a search varies: degrees; microbatches, or sequences per microbatch; schedule and stages per rank; recompute;
-whether gathered parameters, and inputs that `tp` gathered, are freed after the forward pass; `compile`, if asked."""
+"""What a search varies: degrees; how `cp` attends (`context_parallel`); microbatches, or sequences per microbatch;
+schedule and stages per rank; recompute; whether gathered parameters, and inputs that `tp` gathered, are freed after the
+forward pass; `compile`, if asked."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 """Schedules searched. `gpipe` is skipped: it takes as long as `1f1b` and holds at least as many microbatches."""
+CONTEXT_KINDS = get_args(ContextParallel)
+"""How ranks of `cp` attend."""
 RECOMPUTE_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 """Stages per rank that are searched for looped schedules."""
@@ -93,18 +98,21 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
             fixed[word] = frozenset({"1"})
         elif word in SEARCHED_SCHEDULES:
             excluded["schedule"] = excluded.get("schedule", frozenset()) | {word}
+        elif word in CONTEXT_KINDS:
+            excluded["context"] = excluded.get("context", frozenset()) | {word}
         elif word in RECOMPUTE_MODES:
             excluded["recompute"] = excluded.get("recompute", frozenset()) | {word}
         else:
-            known = [*DENSE_AXES, "ep", *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
+            known = [*DENSE_AXES, "ep", *CONTEXT_KINDS, *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
             raise PlanRequestError(
-                f'--exclude: "{word}" is neither an axis, a schedule nor a recompute: {suggest_name(word, known)}'
+                f'--exclude: "{word}" is no axis, kind of `cp`, schedule or recompute: {suggest_name(word, known)}'
             )
     return SearchConstraints(fixed, excluded)
 
 
 _BOOLEAN = ("true", "false")
 _NAMED = {
+    "context": CONTEXT_KINDS,
     "schedule": SEARCHED_SCHEDULES,
     "recompute": RECOMPUTE_MODES,
     "reshard": _BOOLEAN,

@@ -13,7 +13,15 @@ from typing import NamedTuple
 from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
 from danlu.spec.divisors import divisors
 from danlu.spec.load import ParsedSpec
-from danlu.spec.plan import LOOPED_SCHEDULES, Degrees, PipelineConfig, PipelineSchedule, Plan, split_layers_evenly
+from danlu.spec.plan import (
+    LOOPED_SCHEDULES,
+    ContextParallel,
+    Degrees,
+    PipelineConfig,
+    PipelineSchedule,
+    Plan,
+    split_layers_evenly,
+)
 from danlu.spec.problem import Problem
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline, ramp_divides
@@ -41,6 +49,8 @@ class ShapeKnobs(NamedTuple):
     dp: int
     """`replicate` × `shard`."""
     microbatches: int
+    ring: bool = False
+    """`context_parallel` is ring; only with several ranks of `cp`."""
 
 
 class ScheduleKnobs(NamedTuple):
@@ -86,6 +96,7 @@ class Candidate(NamedTuple):
             degrees=self.degrees,
             mapping=mapping or {},  # type: ignore[arg-type]
             microbatches=shape.microbatches,
+            context_parallel=context_kind(shape.ring),
             pipeline=_pipeline(schedule) if shape.pp > 1 else PipelineConfig(),
             recompute=schedule.recompute,
             regather_inputs=schedule.regather_inputs,
@@ -94,10 +105,16 @@ class Candidate(NamedTuple):
         )
 
 
+def context_kind(ring: bool) -> ContextParallel:
+    """The plan's word for how `cp` attends."""
+    return "ring" if ring else "ulysses"
+
+
 def candidate_from_plan(plan: Plan) -> Candidate:
     """The layout of a plan, without its placement on the network."""
     degrees, pipeline = plan.degrees, plan.pipeline
     shape = ShapeKnobs(degrees.pp, degrees.cp, degrees.tp, degrees.ep, degrees.dp, plan.microbatches)
+    shape = shape._replace(ring=plan.context_parallel == "ring")
     schedule = ScheduleKnobs(
         pipeline.schedule,
         pipeline.stages_per_rank,
@@ -137,14 +154,24 @@ class SearchSpace:
             if not allow("tp", tp) or self.shape_problem(tp, 1, 1, 1):
                 continue
             for cp in divisors(world // tp):
-                if not allow("cp", cp) or self.shape_problem(tp, cp, 1, 1):
+                kinds = [ring for ring in self.context_kinds(cp) if not self.shape_problem(tp, cp, 1, 1, ring)]
+                if not allow("cp", cp) or not kinds:
                     continue
                 for pp in divisors(world // tp // cp):
                     dp = world // tp // cp // pp
                     if not allow("pp", pp) or sequences % dp or not self.schedules(pp):
                         continue
-                    for ep in self._expert_degrees(dp, cp, tp):
-                        yield ShapeKnobs(pp, cp, tp, ep, dp, 1)
+                    for ep in self._expert_degrees(dp, cp, tp, kinds[0]):
+                        for ring in kinds:
+                            yield ShapeKnobs(pp, cp, tp, ep, dp, 1, ring)
+
+    def context_kinds(self, cp: int) -> list[bool]:
+        """Whether this many ranks of `cp` may form a ring, and whether they may not."""
+        constraints = self.request.constraints
+        if cp > 1:
+            return [ring for ring in (False, True) if constraints.allows("context", context_kind(ring))]
+        # A ring is fixed, and without `cp` it would be ignored.
+        return [] if constraints.allowed.get("context") == frozenset({"ring"}) else [False]
 
     def _schedules(self, pp: int) -> Iterator[ScheduleKnobs]:
         """Every schedule for this many pipeline ranks, with every recompute mode."""
@@ -199,7 +226,7 @@ class SearchSpace:
             data = DataKnobs(shape.dp // shard, shard, False)
             if not allow("shard", shard) or not allow("replicate", data.replicate):
                 continue
-            if self.shape_problem(shape.tp, shape.cp, shape.ep, shard):
+            if self.shape_problem(shape.tp, shape.cp, shape.ep, shard, shape.ring):
                 continue
             for reshards in (True, False):
                 if allow("reshard", reshards) and not self.stage_problem(shape.pp, schedule, reshards):
@@ -229,14 +256,14 @@ class SearchSpace:
                 for schedule in self.schedules_of(shape):
                     yield from self.most_sharded(shape, schedule)
 
-    def _expert_degrees(self, dp: int, cp: int, tp: int) -> Iterator[int]:
+    def _expert_degrees(self, dp: int, cp: int, tp: int, ring: bool) -> Iterator[int]:
         moe = self.request.model.moe
         experts = moe.experts if moe else 1
         for ep in divisors(experts):
             if (
                 (dp * cp * tp) % ep == 0
                 and self.request.constraints.allows("ep", ep)
-                and not self.shape_problem(tp, cp, ep, dp)
+                and not self.shape_problem(tp, cp, ep, dp, ring)
             ):
                 yield ep
 
@@ -247,9 +274,10 @@ class SearchSpace:
         batch = self.request.recipe.batch
         return [n for n in wanted if ramp_divides(batch, shape.dp, n, pipeline=shape.pp > 1)] if batch.ramp else wanted
 
-    def _shape_problem(self, tp: int, cp: int, ep: int, shard: int) -> Problem | None:
+    def _shape_problem(self, tp: int, cp: int, ep: int, shard: int, ring: bool = False) -> Problem | None:
         """The first problem that the rules find with degrees that shard the model."""
-        plan = plan_without_file(Plan(degrees=Degrees(tp=tp, cp=cp, ep=ep, shard=shard)))
+        degrees = Degrees(tp=tp, cp=cp, ep=ep, shard=shard)
+        plan = plan_without_file(Plan(degrees=degrees, context_parallel=context_kind(ring)))
         return next((problem for rule in SHAPE_RULES for problem in rule(self._recipe, plan)), None)
 
     def batch_problem(self, candidate: Candidate) -> Problem | None:

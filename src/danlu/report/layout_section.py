@@ -44,6 +44,7 @@ def _degrees(plan: Plan) -> str:
     settings = {
         "microbatches": f"{plan.microbatches:,}",
         "schedule": plan.pipeline.schedule if plan.degrees.pp > 1 else "none",
+        "attention over cp": plan.context_parallel if plan.degrees.cp > 1 else "none",
         "recompute": str(plan.recompute),
         "compile": "every block" if plan.compile else "no",
         "inputs gathered by tp": "gathered again" if plan.regather_inputs else "kept",

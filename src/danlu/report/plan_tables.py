@@ -47,10 +47,11 @@ def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
 
 
 def degrees_text(priced: PricedPlan) -> str:
-    """Degrees above 1 in one line."""
+    """Degrees above 1 in one line, and which `cp` is a ring."""
     degrees = priced.candidate.degrees
     shown = [f"{axis} {getattr(degrees, axis)}" for axis in (*DENSE_AXES, "ep") if getattr(degrees, axis) > 1]
-    return " × ".join(shown) or "1 rank"
+    text = " × ".join(shown) or "1 rank"
+    return text.replace("cp ", "ring cp ") if priced.candidate.shape.ring else text
 
 
 def schedule_text(priced: PricedPlan) -> str:

@@ -26,6 +26,9 @@ gradients), and compiled blocks cannot be split.
 """
 
 
+ContextParallel = Literal["ulysses", "ring"]
+"""How the ranks of `cp` attend over a sequence that they share."""
+
 Degree = Annotated[int, Field(ge=1, le=10**8)]
 
 
@@ -121,6 +124,13 @@ class Plan(SpecModel):
     """Microbatches of a rank's share of the batch: gradient accumulation, and what fills the pipeline."""
     pipeline: PipelineConfig = PipelineConfig()
     """Schedule and stages, if `degrees.pp` is above 1."""
+    context_parallel: ContextParallel = "ulysses"
+    """How the ranks of `degrees.cp` attend over a sequence.
+
+    `ulysses`: all-to-alls exchange heads for positions, so `cp` is limited by the heads. `ring`: keys and values travel
+    from rank to rank while attention computes, whatever the heads; each rank holds two pieces of a sequence, one from
+    either half, so that all have the same work under the causal mask.
+    """
     recompute: Recompute = "none"
     """Activations to recompute in the backward pass: none; all but matmuls and attention; all.
 

@@ -21,6 +21,8 @@ from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.context import apply_cp
 from danlu.parallel.expert import apply_ep
 from danlu.parallel.fsdp import FsdpUnit
+from danlu.parallel.ring_attention import apply_ring
+from danlu.parallel.sequence_shard import sequence_shard
 from danlu.parallel.tensor import apply_tp
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe
@@ -47,9 +49,12 @@ class DecoderAdapter:
         if mesh.tp_mesh is not None:
             apply_tp(decoder, decoder_tp_plan(decoder, self.plan.regathered_layers(self.model.layers)), mesh.tp_mesh)
         if group := mesh.group("cp"):
-            apply_cp((block.get_submodule("attention") for block in self.blocks(stage_module)), group)
+            ring = self.plan.context_parallel == "ring"
+            attentions = (block.get_submodule("attention") for block in self.blocks(stage_module))
+            (apply_ring if ring else apply_cp)(attentions, group)
+            decoder.mask_documents = not ring
             if decoder.embed is not None:
-                decoder.embed.cp_rank = mesh.coordinate("cp")
+                decoder.embed.shard = sequence_shard(mesh)
         decoder.sequence_ranks = self.plan.degrees.cp * self.plan.degrees.tp
         if mesh.ep_mesh is not None:
             apply_ep(moe_layers(decoder), mesh.ep_mesh)

@@ -23,8 +23,11 @@ class Documents(NamedTuple):
 
     positions_BS: Tensor | None
     """Of every token in its document, over the full sequences; None if a sequence is one."""
-    mask_B1SS: Tensor
-    """Added to the scores: 0 for the earlier tokens of the same document and window, else -inf."""
+    mask_B1SS: Tensor | None = None
+    """Added to the scores: 0 for the earlier tokens of the same document and window, else -inf.
+
+    None if attention makes its own.
+    """
 
     @classmethod
     def from_positions(cls, positions_BS: Tensor, dtype: torch.dtype, window: int | None = None) -> Self:
@@ -91,7 +94,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Attend; the result has the shape of `q_BSHW`."""
         positions_BS, mask = (None, None) if documents is None else documents
-        q_BSHW, k_BSKW = self._rotate(q_BSHW, k_BSKW, positions_BS)
+        q_BSHW, k_BSKW = self.rotate(q_BSHW, k_BSKW, positions_BS)
         return self._attend(q_BSHW, k_BSKW, v_BSKW, mask, sinks_H)
 
     def extend(
@@ -99,7 +102,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """As `forward` at the positions after those in the cache, which are attended to as well; adds these to it."""
         first, new = cache.length, q_BSHW.shape[1]
-        q_BSHW, k_BSKW = self._rotate(q_BSHW, k_BSKW, torch.arange(first, first + new, device=q_BSHW.device)[None])
+        q_BSHW, k_BSKW = self.rotate(q_BSHW, k_BSKW, torch.arange(first, first + new, device=q_BSHW.device)[None])
         k_BSKW, v_BSKW = cache.append(k_BSKW, v_BSKW)
         if self.window is not None:  # the oldest key that the first new position sees
             oldest = max(0, first + 1 - self.window)
@@ -116,7 +119,7 @@ class CoreAttention(nn.Module):
         mask_ST = torch.zeros(hidden_ST.shape, dtype=q_BSHW.dtype, device=q_BSHW.device)
         return self._attend(q_BSHW, k_BSKW, v_BSKW, mask_ST.masked_fill_(hidden_ST, -math.inf), sinks_H)
 
-    def _rotate(self, q_BSHW: Tensor, k_BSKW: Tensor, positions_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+    def rotate(self, q_BSHW: Tensor, k_BSKW: Tensor, positions_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys at their positions, which count from 0 unless they are given, if positions are rotary."""
         if self.theta is None:
             return q_BSHW, k_BSKW

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.block import Block
 from danlu.framework.decoder.norm import build_norm
+from danlu.parallel.sequence_shard import SequenceShard
 from danlu.spec.model import Model
 
 
@@ -22,19 +23,17 @@ class Embed(nn.Module):
         self.token = nn.Embedding(model.vocabulary, model.width)
         self.position = nn.Embedding(model.sequence, model.width) if model.position == "learned" else None
         self.scale = model.width**0.5 if model.scaled_embedding else None
-        self.cp_rank = 0
-        """Index of this rank's shard of the sequence."""
+        self.shard = SequenceShard()
+        """This rank's positions of a sequence."""
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Look up every token, and its position if positions are learned; `positions` are those of full sequences."""
         x_BSD = self._look_up(tokens_BS)
         if self.position is None:
             return x_BSD
-        length = tokens_BS.shape[1]
-        first, last = self.cp_rank * length, (self.cp_rank + 1) * length
         if positions is None:
-            return x_BSD + self.position(torch.arange(first, last, device=tokens_BS.device)[None])
-        return x_BSD + self.position(positions[:, first:last])
+            return x_BSD + self.position(self.shard.positions(tokens_BS.shape[1], tokens_BS.device)[None])
+        return x_BSD + self.position(self.shard.take(positions))
 
     def extend(self, tokens_BS: Tensor, first: int) -> Tensor:
         """As `forward` at the positions from `first` on."""
@@ -83,6 +82,8 @@ class Decoder(nn.Module):
         self.window, self.masks_all = model.window, model.materializes_scores
         self.sequence_ranks = 1
         """Ranks over which hidden states are sharded by sequence: of `cp` and `tp`."""
+        self.mask_documents = True
+        """Make the mask of documents for all layers; off where attention makes its own, block by block."""
         self.tied = model.tied
         self.tie_weights()
 
@@ -109,7 +110,9 @@ class Decoder(nn.Module):
 
         def mask(window: int | None) -> Documents | None:
             if positions is not None:
-                return Documents.from_positions(positions, dtype, window)
+                return (
+                    Documents.from_positions(positions, dtype, window) if self.mask_documents else Documents(positions)
+                )
             if window is None and not self.masks_all:
                 return None
             return Documents.causal(length, dtype, x_BSD.device, window)

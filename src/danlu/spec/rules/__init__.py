@@ -1,6 +1,7 @@
 """Rules between settings, one small function each, grouped by the files they need."""
 
 from danlu.spec.rules.batch import BATCH_RULES, RAMP_RULES
+from danlu.spec.rules.context import CONTEXT_RULES
 from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
@@ -15,7 +16,7 @@ RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPI
 """Rules inside a recipe."""
 DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, group_patterns_match)
 """The same, where the model is described by its shape."""
-PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *MAPPING_RULES)
+PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES, *MAPPING_RULES)
 """Rules inside a plan."""
 LAYOUT_RULES = BATCH_RULES
 """Rules between a recipe and a plan."""

@@ -1,7 +1,7 @@
 """Rules between the shape of a model and the degrees that divide it."""
 
 from collections.abc import Callable, Iterator
-from math import gcd
+from math import gcd, lcm
 
 from danlu.spec.divisors import closest_divisor, closest_multiple
 from danlu.spec.load import ParsedSpec
@@ -45,10 +45,17 @@ def vocabulary_divides(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> It
 
 
 def length_divides(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """`cp` shards a sequence, and sequence parallelism shards it further over `tp`."""
+    """`cp` shards a sequence, in a ring into two chunks a rank, and sequence parallelism further over `tp`."""
     degrees, length = plan.value.degrees, recipe.value.batch.length
     parts = degrees.cp * degrees.tp
-    if length % parts:
+    if degrees.cp > 1 and plan.value.context_parallel == "ring" and length % (chunks := lcm(parts, 2 * degrees.cp)):
+        yield recipe.problem(
+            "batch.length",
+            f"is {length}, but must be a multiple of {chunks}, as `context_parallel` is ring: of 2 × `cp` "
+            f"(2 × {degrees.cp}) and of `cp` × `tp` ({degrees.cp} × {degrees.tp})",
+            f"length = {closest_multiple(length, chunks)}",
+        )
+    elif length % parts:
         yield recipe.problem(
             "batch.length",
             f"is {length}, but must be a multiple of `cp` × `tp` ({degrees.cp} × {degrees.tp} = {parts})",
@@ -62,10 +69,10 @@ def _exchangeable(heads: int, kv_heads: int, cp: int) -> bool:
 
 
 def cp_divides_heads(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Context parallelism exchanges heads for positions."""
+    """Ulysses exchanges heads for positions; a ring takes any number of heads."""
     model, cp, tp = recipe.value.decoder, plan.value.degrees.cp, plan.value.degrees.tp
-    if model.num_kv_heads % tp:
-        return  # `widths_divide` reports it
+    if model.num_kv_heads % tp or plan.value.context_parallel == "ring":
+        return  # the first is reported by `widths_divide`
     heads, kv_heads = model.heads // tp, model.num_kv_heads // tp
     if not _exchangeable(heads, kv_heads, cp):
         valid = closest_divisor(cp, heads, also=lambda ranks: _exchangeable(heads, kv_heads, ranks))
@@ -73,7 +80,27 @@ def cp_divides_heads(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iter
             "degrees.cp",
             f"is {cp}, but must divide the {heads} heads of a rank, and divide or be a multiple of its {kv_heads} "
             f"key-value heads (`heads` / `tp` and `kv_heads` / `tp`)",
-            f"cp = {valid}",
+            f'cp = {valid}, or context_parallel = "ring", which exchanges no heads',
+        )
+
+
+def a_ring_attends_plainly(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """A ring merges blocks of plain causal attention, or of documents; other kinds need full sequences."""
+    model, length = recipe.value.decoder, recipe.value.batch.length
+    if plan.value.context_parallel != "ring" or plan.value.degrees.cp == 1:
+        return
+    others = {
+        "[model.mla]": model.mla is not None,
+        "`model.window`": model.window is not None and model.window < length,
+        "`model.sinks`": model.sinks,
+        "`model.score_softcap`": model.score_softcap is not None,
+        "`model.query_scalar`": model.query_scalar is not None,
+    }
+    if found := [name for name, has in others.items() if has]:
+        yield plan.problem(
+            "context_parallel",
+            f"is ring, which computes plain causal attention, but the model has {' and '.join(found)}",
+            'context_parallel = "ulysses", or cp = 1',
         )
 
 
@@ -111,6 +138,7 @@ SHAPE_RULES: tuple[LayoutRule, ...] = (
     vocabulary_divides,
     length_divides,
     cp_divides_heads,
+    a_ring_attends_plainly,
     experts_exist,
     experts_divide,
 )
