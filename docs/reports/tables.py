@@ -33,6 +33,16 @@ def parity_layouts(report: Report) -> str:
     return table("layout|ranks:|loss:|norm:|parameters:", rows)
 
 
+def parity_fp8(report: Report) -> str:
+    """The same of layouts with quantized products, and of their first steps; none before a report has them."""
+    keys = ("first loss", "first norm", "loss", "norm", "parameters")
+    rows = (
+        [name, str(found["ranks"]), *(f"{found[key]:.1e}" for key in keys)]
+        for name, found in report["figures"].get("fp8", {}).items()
+    )
+    return table("layout|ranks:|first loss:|first norm:|loss:|norm:|parameters:", rows)
+
+
 def answers(report: Report) -> str:
     """Layouts that the planner finds, beside published ones."""
     rows = []
@@ -197,6 +207,7 @@ MADE: dict[str, Callable[[Report], str]] = {
     "full.json parts": full_parts,
     "torch.json minors": torch_minors,
     "parity.json layouts": parity_layouts,
+    "parity.json fp8": parity_fp8,
     "validate.json bars": validate_bars,
     "answers.json answers": answers,
     "validate.json sets": validate_sets,

@@ -346,6 +346,11 @@ def is_gradient_wanted(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def tensor_version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return int(tensor._version)
+
+
 def is_backward_running() -> bool:
     """Whether autograd's engine runs in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

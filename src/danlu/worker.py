@@ -25,6 +25,7 @@ from danlu.framework.checkpoint_manager import CheckpointManager
 from danlu.framework.evaluation import Evaluation
 from danlu.framework.event_metrics import MetricsSink
 from danlu.framework.event_writer import EventWriter, RankEvents
+from danlu.framework.fp8.apply import emulated_formats
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
@@ -195,6 +196,11 @@ class Session:
         evaluation: EvaluationStage = NoEvaluation()
         if recipe.evaluation.data:
             evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
+        if mesh.rank == 0 and (emulated := emulated_formats(recipe.precision, mesh.device)):
+            events.warn(
+                f"chip {self.chip.name} has no block-scaled {' and '.join(emulated)} products: they are emulated, with "
+                "the same numbers, and are slower than unquantized ones"
+            )
         link.report_phase("measuring the peak of this machine")
         started = self._start_event(state.step, data.dataset.baseline_loss)
         if self.rank_info.is_single_host:
@@ -311,7 +317,7 @@ class Session:
             peak=peak,
             peak_source=peak_source,
             peak_spread=peak_spread,
-            dtype=recipe.precision.compute,
+            dtype=recipe.precision.peak_dtype(self.cluster.chip.peak if self.cluster else ()),
             host=socket.gethostname(),
             layout={axis: degree for axis, degree in degrees.model_dump().items() if degree > 1},
             baseline_loss=baseline_loss,
@@ -323,7 +329,7 @@ class Session:
         if self.cluster is not None:
             chip = self.cluster.chip
             source: PeakSource = "measured by danlu probe" if chip.measured else "data sheet"
-            return chip.peak[dtype] * self.world.size, source, None
+            return chip.peak[self.recipe.precision.peak_dtype(chip.peak)] * self.world.size, source, None
         key = PeakCacheKey(cache, self.chip.name, dtype, self.rank_info.local_rank)
         found = measure_peak(self.world, DTYPES[dtype], key)
         return found.best, "measured on this machine" if cache else "measured at start", found.spread

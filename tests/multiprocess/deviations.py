@@ -15,6 +15,8 @@ from danlu.framework.state import TrainState
 from danlu.spec.event import StepEvent
 
 FIGURES = ("loss", "norm", "parameters")
+FIRST = ("first loss", "first norm")
+"""Of the first step alone, which no other has made noise in."""
 
 
 def worst(deviations: Iterable[float]) -> float:
@@ -55,6 +57,8 @@ def compare(folder: Path, name: str, reports: Sequence[StepEvent], state: TrainS
         "norm": relative([report.norm for report in reports], expected["norm"]),
         "parameters": apart,
         "missing": missing,
+        "first loss": relative([reports[0].loss], expected["loss"][:1]),
+        "first norm": relative([reports[0].norm], expected["norm"][:1]),
     }
 
 
@@ -66,7 +70,7 @@ def gather(results: Iterable[dict[str, object]], ranks: int) -> dict[str, float]
     nowhere = set.intersection(*(set(each["missing"]) for each in found))  # type: ignore[call-overload]
     if nowhere:
         raise ValueError(f"no rank compared {', '.join(sorted(nowhere))}")
-    keys = (*FIGURES, *(key for key in ("seconds",) if key in found[0]))
+    keys = (*FIGURES, *(key for key in (*FIRST, "seconds") if key in found[0]))
     return {key: worst(each[key] for each in found) for key in keys}  # type: ignore[misc]
 
 

@@ -73,6 +73,8 @@ def recipe(model: str, shards: str, changes: dict[str, Any] | None = None) -> Re
             ema = EmaConfig(decay=value)
         elif key == "compute":
             precision = PrecisionConfig(compute=value)
+        elif key == "matmul":
+            precision = PrecisionConfig(matmul=value, block=16)  # several in a matrix, whole ones in shards
         elif key == "ramp":
             ramp = tuple(BatchRampStage(until=until, sequences=sequences) for until, sequences in value)
         elif key == "moe_bias":
@@ -344,6 +346,31 @@ FP16_LAYOUTS = [
     )
 ]
 """The same in fp16 with a scaled loss, where sums in another order differ by what fp16 rounds."""
+FP8_LAYOUTS = [
+    Layout(f"{matmul} {name}", model, layout, changes={"matmul": matmul} | changes)
+    for matmul, name, model, layout, changes in (
+        ("fp8", "accumulate 4", "tiny-llama", _plan(microbatches=4), {}),
+        ("fp8", "fsdp", "tiny-llama", _plan(shard=2), {}),
+        ("fp8", "tp", "tiny-llama", _plan(tp=2), {}),
+        ("fp8", "gpt tp", "tiny-gpt", _plan(tp=2), {}),
+        ("fp8", "cp", "tiny-llama", _plan(cp=2), {}),
+        ("fp8", "1f1b", "tiny-llama", _plan(pp=2, microbatches=4), {}),
+        ("fp8", "zbv", "tiny-llama", _plan(pp=2, microbatches=4, schedule="zbv", per_rank=2), {}),
+        ("fp8", "recompute selective", "tiny-llama", _plan(recompute="selective"), {}),
+        ("fp8", "fsdp × tp, recompute full", "tiny-llama", _plan(shard=2, tp=2, recompute="full"), {}),
+        ("mxfp8", "fsdp × tp", "tiny-llama", _plan(shard=2, tp=2), {}),
+        ("mxfp8", "cp", "tiny-llama", _plan(cp=2), {}),
+    )
+]
+FP8_MOE_LAYOUTS = [
+    Layout(f"{matmul} {name}", model, layout, changes={"matmul": matmul})
+    for matmul, name, model, layout in (
+        ("fp8", "moe ep", "tiny-moe", _plan(shard=2, ep=2)),
+        ("fp8", "moe ep over tp, recompute selective", "tiny-moe", _plan(tp=2, ep=2, recompute="selective")),
+        ("fp8", "mla ep over tp", "tiny-mla", _plan(tp=2, ep=2)),
+        ("mxfp8", "moe ep", "tiny-moe", _plan(shard=2, ep=2)),
+    )
+]
 QUICK = (
     *("accumulate 4", "moe accumulate 4", "fsdp", "tp", "cp", "moe ep", "moe ep, balanced by bias"),
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from deviations import compare, whole_parameters, write_reference
-from layouts import FP16_LAYOUTS, LAYOUTS, STEPS, Layout, recipe
+from layouts import FP8_LAYOUTS, FP8_MOE_LAYOUTS, FP16_LAYOUTS, LAYOUTS, STEPS, Layout, recipe
 from training import train_in_memory
 from worlds import Worlds
 
 from danlu.spec.plan import Plan
 
-EVERY = [*LAYOUTS, *FP16_LAYOUTS]
+EVERY = [*LAYOUTS, *FP16_LAYOUTS, *FP8_LAYOUTS, *FP8_MOE_LAYOUTS]
 
 
 def train_reference(layout: Layout, folder: Path) -> None:

@@ -295,6 +295,15 @@ CONTRADICTIONS = {
         "[schedule]", '[[optimizer.groups]]\nmatch = "blocks.*.attention*"\nkind = "muon"\n\n[schedule]'
     ),
     "loss-scale-ignored": _recipe('"bf16"', '"bf16"\nloss_scale = {initial = 1024}'),
+    "block-ignored": _recipe('"bf16"', '"bf16"\nblock = 64'),
+    "precision-group-sets-nothing": _recipe('"bf16"', '"bf16"\nlayers = [{match = "blocks.0"}]'),
+    "head-quantized": _recipe('"bf16"', '"bf16"\nlayers = [{match = "head", matmul = "fp8"}]'),
+    "blocks-cut-by-tp": _plan("tp = 4", recipe=RECIPE.replace('"bf16"', '"bf16"\nmatmul = "mxfp8"')),
+    "blocks-cut-by-cp": _plan("cp = 4", recipe=RECIPE.replace('"bf16"', '"bf16"\nmatmul = "mxfp8"')),
+    "quantized-inputs-regathered": _plan(
+        "tp = 2", "regather_inputs = true", RECIPE.replace('"bf16"', '"bf16"\nmatmul = "fp8"\nblock = 16')
+    ),
+    "quantized-compiled": _plan("shard = 2", "compile = true", RECIPE.replace('"bf16"', '"bf16"\nmatmul = "fp8"')),
     "too-many-ranks": _plan("shard = 16\ntp = 4", cluster=CLUSTER),
     "uneven-ranks": _plan("shard = 9", recipe=RECIPE.replace("sequences = 16", "sequences = 18"), cluster=CLUSTER),
     "unknown-level": _mapped("tp = 2", "tp = {nod = 2}"),

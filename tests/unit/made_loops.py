@@ -90,8 +90,12 @@ class Run:
                 buffer.nan_to_num_(0.0)  # those of a router are not given values by its constructor alone
         return plain
 
-    def train(self, checkpoints: CheckpointStage | None = None) -> None:
+    def train(self, checkpoints: CheckpointStage | None = None, stop_after: int | None = None) -> None:
         stages = TrainStages(
-            FixedData(self.feed), self.forward_backward, checkpoints or NoCheckpoints(), events=KeptSteps(self.reports)
+            FixedData(self.feed),
+            self.forward_backward,
+            checkpoints or NoCheckpoints(),
+            events=KeptSteps(self.reports),
+            stop_requested=lambda: self.state.step + 1 == stop_after,
         )
         run_training_loop(self.made, self.state, self.mesh, stages)

@@ -58,6 +58,8 @@ NOT_ONE_SETTING = {
     "uneven-ranks",
     "unknown-level",
     "wandb-without-project",
+    "block-ignored",
+    "head-quantized",
 }
 """Cases whose mend is more than one number: a removal, a name, two settings at once."""
 

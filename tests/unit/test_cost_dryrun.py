@@ -136,7 +136,14 @@ WINDOW_LAYOUTS = {
     "sinks: fsdp, selective": (plan(shard=8, recompute="selective"), 8),
     "softcap: fsdp × tp, recomputed": (plan(shard=4, tp=2, recompute="full"), 4),
 }
-LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS
+QUANTIZED = {
+    "fp8: fsdp": (plan(shard=8), 8),
+    "fp8: fsdp × tp": (plan(shard=2, tp=4, microbatches=2), 8),
+    "fp8: 1f1b × tp, selective": (plan(pp=2, shard=2, tp=2, microbatches=4, recompute="selective"), 8),
+    "fp8: ep": (plan(shard=8, ep=8), 8),
+}
+"""Inputs of matmuls are kept in fp8."""
+LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS | QUANTIZED
 QUICK = {
     "fsdp × ring cp 4, selective",
     "documents: fsdp × cp × tp, recomputed",
@@ -168,7 +175,9 @@ def recipe_of(name: str) -> Recipe:
         model=model,
         data=DataConfig(shards="none", document_mask=name in DOCUMENTS),
         batch=BatchConfig(sequences=sequences, length=4096),
-        precision=PrecisionConfig(compute="fp32" if name in IN_FULL else "bf16"),
+        precision=PrecisionConfig(
+            compute="fp32" if name in IN_FULL else "bf16", matmul="fp8" if name in QUANTIZED else "none"
+        ),
         optimizer=OptimizerConfig(kind="muon" if name in MUON else "adamw"),
     )
 
@@ -178,7 +187,7 @@ def formulas_of(recipe: Recipe, wanted: Plan) -> Predictor:
     question = PlanRequest(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
     own = software_for(question, wanted.recompute, regather_inputs=wanted.regather_inputs)
     serial = replace(own, overlap_grad_reduce=False, overlap_p2p_comm=False, overlap_ring=False)
-    return Predictor(recipe.decoder, recipe.batch, POD, serial, recipe.precision.compute)
+    return Predictor(recipe.decoder, recipe.batch, POD, serial, question.matmul_dtype)
 
 
 @cache

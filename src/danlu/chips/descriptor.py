@@ -1,5 +1,6 @@
 """The interface of a chip package: one versioned descriptor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,4 +50,6 @@ class ChipDescriptor:
     runtime: Runtime
     backend: str | None = None
     """Its collectives: their name in `torch.distributed.init_process_group`. None: only runs of one rank."""
+    matmul_formats: Callable[[], frozenset[str]] = frozenset
+    """Formats of a recipe's `precision.matmul` that the current device multiplies itself; others are emulated."""
     version: int = DESCRIPTOR_VERSION

@@ -4,6 +4,8 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from danlu.chips.descriptor import DESCRIPTOR_VERSION, ChipDescriptor
 from danlu.spec.problem import SpecError, problem_at, suggest_name
 
@@ -42,6 +44,11 @@ def find_chip(kind: str | None = None) -> ChipDescriptor:
     if reason := found[kind].runtime.unavailable_reason():
         raise ChipError(f'chip "{kind}" is not available: {reason}')
     return found[kind]
+
+
+def native_formats(device: torch.device) -> frozenset[str]:
+    """Formats of `precision.matmul` that this process's device multiplies itself."""
+    return frozenset() if device.type in ("cpu", "meta") else find_chip().matmul_formats()
 
 
 def _load() -> tuple[dict[str, ChipDescriptor], dict[str, str]]:

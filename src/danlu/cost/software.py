@@ -71,6 +71,8 @@ class Software:
     """Send a token once to every node and rank that needs it (DeepEP, HybridEP), not once per expert."""
     fused_grouped_gemm: bool = False
     """Run the matmuls of all experts in one kernel, with the activation in it, not one call per expert."""
+    quantized_input_bytes: float = 0.0
+    """Bytes of an element that is kept for a quantized matmul, with its scale; 0: one in fp8, else an activation's."""
     fp8_attention: bool = False
     """Run attention in fp8 too if linear layers do."""
     graph_capture: bool = False
@@ -149,11 +151,11 @@ class Software:
         return recompute == "elementwise" or (recompute == "none" and not self.keep_gathered_inputs)
 
     def saving(self, recompute: Recompute, fp8: bool) -> Saving:
-        """How activations are saved; with `fp8`, matmul inputs take one byte each."""
+        """How activations are saved; with `fp8`, matmul inputs take one byte each, if not said."""
         return Saving(
             recompute,
             element_bytes=self.activation_bytes,
-            matmul_bytes=1.0 if fp8 else float(self.activation_bytes),
+            matmul_bytes=self.quantized_input_bytes or (1.0 if fp8 else float(self.activation_bytes)),
             eager=self.eager,
             gathered_inputs=self.keep_gathered_inputs,
             scores=self.attention == "fused",

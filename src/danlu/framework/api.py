@@ -29,6 +29,7 @@ from danlu.framework.custom.module_adapter import ModuleAdapter, check_layer_lis
 from danlu.framework.custom.module_structure import find_layers
 from danlu.framework.custom.tp_plan import resolve_tp_plan
 from danlu.framework.custom.verify_tp import ExampleReference
+from danlu.framework.fp8.apply import unquantized
 from danlu.framework.state import TrainState
 from danlu.framework.step_guard import MAX_SKIPPED_STEPS, StepGuard, stop_on_signal
 from danlu.framework.step_metrics import compute_step_metrics
@@ -96,7 +97,8 @@ def parallelize(
     # Sharding moves parameters to the device unit by unit: the full model need not fit there.
     apply_parallelism(model, ModuleAdapter(structure, tp_plan), plan, mesh, dtypes, average_gradients=True)
     if reference is not None:
-        reference.check(model, plan.degrees.tp)
+        with unquantized([model]):  # as the reference is
+            reference.check(model, plan.degrees.tp)
         reshard_all(model)
     elif mesh.tp_mesh is not None and mesh.rank == 0:
         _print_stderr("tensor parallelism is not verified: pass `example=` to compare with the unsharded module")

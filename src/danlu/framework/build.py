@@ -14,6 +14,7 @@ from danlu.framework.batch_ramp import RampedPasses
 from danlu.framework.custom.adapter import CustomModelAdapter
 from danlu.framework.decoder.adapter import DecoderAdapter
 from danlu.framework.ema import ParameterEma
+from danlu.framework.fp8.apply import apply_block_scaling
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loss_scale import LossScaler, build_loss_scaler
 from danlu.framework.model_adapter import LayoutAdapter, ModelAdapter
@@ -119,6 +120,7 @@ def apply_parallelism(
     """Apply every axis of the plan to one stage of the model, in the one order that works; gradients are summed."""
     # 1. Model parallelism: what a module computes changes before anything is wrapped around it.
     adapter.apply_model_parallel(module, mesh)
+    apply_block_scaling(adapter.quantized_modules(module), dtypes, mesh.device)
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
     apply_recompute(adapter.recompute_regions(module, plan))
     if plan.compile:

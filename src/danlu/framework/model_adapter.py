@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from danlu.comm.mesh import ParallelMesh
+from danlu.framework.fp8.apply import QuantizedModule
 from danlu.framework.layer_seeds import LayerSeeds
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
@@ -24,6 +25,10 @@ class LayoutAdapter(Protocol):
 
     def blocks(self, stage_module: nn.Module) -> list[nn.Module]:
         """The layers of a stage module."""
+        ...
+
+    def quantized_modules(self, stage_module: nn.Module) -> Iterable[QuantizedModule]:
+        """Modules of the layers whose matrix products are quantized if the recipe says so: never routers or norms."""
         ...
 
     def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterable[RecomputeRegion]:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import danlu.chips.scaled_matmul  # noqa: F401  (registers the operators of the namespace danlu)
 from danlu.ops.recompute import SAVED_BY_SELECTIVE
 
 SAVED_OPS = frozenset(f"{namespace}::{name}" for namespace, names in SAVED_BY_SELECTIVE.items() for name in names)

@@ -21,6 +21,7 @@ from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, Sche
 from danlu.spec.divisors import divisors
 from danlu.spec.plan import Plan
 from danlu.spec.rank_placement import ranks_per_node
+from danlu.spec.recipe import PrecisionConfig
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NO_MEMORY = MemoryEstimate(
@@ -116,9 +117,17 @@ def software_for(
         activation_bytes=_BYTES[precision.compute],
         parameter_bytes=_BYTES[precision.compute],
         gradient_bytes=_BYTES[precision.reduce],
+        quantized_input_bytes=_quantized_bytes(precision),
         ema=request.recipe.ema is not None,
         muon=muon_traits(request.model, request.recipe.optimizer),
     )
+
+
+def _quantized_bytes(precision: PrecisionConfig) -> float:
+    """Bytes of an input that is kept for a quantized product: e4m3 and its share of a scale; 0 if none is."""
+    if precision.matmul == "none":
+        return 0.0
+    return 1.0 + (4.0 if precision.matmul == "fp8" else 1.0) / precision.block_of(precision.matmul)
 
 
 class PlanPricer:
@@ -169,7 +178,8 @@ class PlanPricer:
         shapes = placement.group_shapes
         if software.expert_tp > 1:
             shapes = tuple(each for each in shapes if each[0] not in _EXPERT_GROUPS)
-        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, dtype or request.dtype)
+        dtype = dtype or request.matmul_dtype
+        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, dtype)
         return predictor.predict(self._layout(candidate, shapes))
 
     def price_best_placement(self, candidate: Candidate) -> PricedPlan | None:
@@ -282,7 +292,7 @@ class PlanPricer:
     def _new_predictor(self, recompute: PlanRecompute, regather_inputs: bool, compiled: bool) -> Predictor:
         request = self.request
         software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
-        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.dtype)
+        predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.matmul_dtype)
         if self._free_level is not None:
             network = predictor.context.network
             links = list(network.links)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from danlu.planner.fit_chance import default_reserve
-from danlu.spec.cluster import Cluster
+from danlu.spec.cluster import Cluster, Dtype
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.plan import DENSE_AXES, ContextParallel
@@ -105,7 +105,8 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
         else:
             known = [*DENSE_AXES, "ep", *CONTEXT_KINDS, *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
             raise PlanRequestError(
-                f'--exclude: "{word}" is no axis, kind of `cp`, schedule or recompute: {suggest_name(word, known)}'
+                f'--exclude: "{word}" is neither an axis, a kind of `cp`, a schedule nor a recompute: '
+                f"{suggest_name(word, known)}"
             )
     return SearchConstraints(fixed, excluded)
 
@@ -195,9 +196,14 @@ class PlanRequest:
         return self.recipe.precision.compute
 
     @property
+    def matmul_dtype(self) -> Dtype:
+        """Precision of the matrix products: fp8 if they are quantized and the chip has it, else that of compute."""
+        return self.recipe.precision.peak_dtype(self.cluster.chip.peak)
+
+    @property
     def peak(self) -> float:
         """FLOP/s of one chip in that precision."""
-        return self.cluster.chip.peak[self.dtype]
+        return self.cluster.chip.peak[self.matmul_dtype]
 
     @property
     def usable_memory(self) -> float:

@@ -25,6 +25,7 @@ from danlu.spec.plan import (
 from danlu.spec.problem import Problem
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline, ramp_divides
+from danlu.spec.rules.matmul import DECODER_MATMUL_LAYOUT_RULES, MATMUL_LAYOUT_RULES
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.regather import DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
@@ -278,7 +279,8 @@ class SearchSpace:
         """The first problem that the rules find with degrees that shard the model."""
         degrees = Degrees(tp=tp, cp=cp, ep=ep, shard=shard)
         plan = plan_without_file(Plan(degrees=degrees, context_parallel=context_kind(ring)))
-        return next((problem for rule in SHAPE_RULES for problem in rule(self._recipe, plan)), None)
+        rules = (*SHAPE_RULES, *DECODER_MATMUL_LAYOUT_RULES)
+        return next((problem for rule in rules for problem in rule(self._recipe, plan)), None)
 
     def batch_problem(self, candidate: Candidate) -> Problem | None:
         """The first problem that the rules find with how a layout splits the batch."""
@@ -299,7 +301,7 @@ class SearchSpace:
             )
         )
         problems = (problem for rule in (*STAGE_RULES, *REGATHER_RULES) for problem in rule(plan))
-        rules = (*PIPELINE_RULES, *DECODER_REGATHER_RULES)
+        rules = (*PIPELINE_RULES, *DECODER_REGATHER_RULES, *MATMUL_LAYOUT_RULES)
         return next(problems, None) or next((found for rule in rules for found in rule(self._recipe, plan)), None)
 
     def _fill_problem(self, pp: int, schedule: PipelineSchedule, virtual: int, microbatches: int) -> Problem | None:

@@ -38,7 +38,7 @@ def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
         tokens_per_second=priced.tokens_per_second,
         bytes=round(priced.peak_bytes),
         model_flops_share=priced.mfu,
-        dtype=priced.request.dtype,
+        dtype=priced.request.matmul_dtype,
         effective_share=goodput.share if goodput else None,
         cluster=priced.request.cluster.name,
         by=f"danlu plan {__version__}",
@@ -222,7 +222,7 @@ def plan_json(priced: PricedPlan, goodput: Goodput | None) -> dict[str, Any]:
     memory = priced.prediction.memory
     return {
         "plan": plan_with_prediction(priced, goodput).model_dump(mode="json", exclude_none=True),
-        "dtype": priced.request.dtype,
+        "dtype": priced.request.matmul_dtype,
         "peak": priced.request.peak,
         "seconds": priced.seconds,
         "seconds_band": band_json(priced),

@@ -19,7 +19,7 @@ def format_question_peak(request: PlanRequest) -> str:
 
 def format_run_precision(start: StartEvent | None, recipe: Recipe | None) -> str:
     """The precision of a run: from its start event, or from its recipe for older versions; empty if neither has it."""
-    if start and start.dtype and (recipe is None or recipe.precision.compute != start.dtype):
+    if start and start.dtype and (recipe is None or recipe.precision.peak_dtype((start.dtype,)) != start.dtype):
         return start.dtype
     return recipe.precision.label if recipe else ""
 
@@ -35,6 +35,11 @@ def slow_precision_note(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> 
 
     Empty if little or nothing is lost, or no cluster is given.
     """
+    if cluster and recipe.precision.quantizes and "fp8" not in cluster.chip.peak:
+        return (
+            f"{recipe.precision.label}: the chip has no fp8 peak, so quantized products are emulated, which is slower "
+            'than without them; [precision] matmul = "none", or state `fp8` in the cluster\'s [chip.peak]'
+        )
     slow = slow_precision(recipe, plan, cluster) if cluster else None
     if slow is None:
         return ""

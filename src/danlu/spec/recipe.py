@@ -1,5 +1,6 @@
 """What to train: model, data, batch, optimizer, precision, steps."""
 
+from collections.abc import Container
 from math import log2
 from typing import Annotated, Any, Literal, Self
 
@@ -25,6 +26,9 @@ def _model_kind(value: Any) -> str:
 
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
+MatmulFormat = Literal["none", "fp8", "mxfp8"]
+MATMUL_BLOCKS: dict[MatmulFormat, int] = {"none": 1, "fp8": 128, "mxfp8": 32}
+"""Elements that share a scale, in the formats that chips multiply."""
 OptimizerKind = Literal["adamw", "muon"]
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
 
@@ -224,10 +228,12 @@ class LayerPrecision(SpecModel):
 
     match: str
     """A pattern over `embed`, `blocks.<layer>`, `blocks.<layer>.mlp.experts` and `head`, such as `blocks.[0-3]`."""
-    compute: ComputeDtype
-    """Dtype of their forward and backward passes."""
+    compute: ComputeDtype | None = None
+    """Dtype of their forward and backward passes; that of the run if omitted."""
     reduce: ComputeDtype = "fp32"
     """Dtype in which their gradients are summed over ranks."""
+    matmul: MatmulFormat | None = None
+    """Format of their matrix products; that of the run if omitted."""
 
 
 class LossScaleConfig(SpecModel):
@@ -255,6 +261,11 @@ class PrecisionConfig(SpecModel):
     """Dtype of the forward and backward passes."""
     reduce: ComputeDtype = "fp32"
     """Dtype in which gradients are summed over ranks."""
+    matmul: MatmulFormat = "none"
+    """Format of the matrix products of layers and experts: as `compute`, or quantized in blocks to `fp8` (fp32 scales)
+    or `mxfp8` (power-of-two scales). Routers, norms, embeddings and head stay in `compute`."""
+    block: int | None = Field(default=None, ge=8, le=4096)
+    """Elements that share a scale; if omitted 128 for `fp8` and 32 for `mxfp8`, which are what chips multiply."""
     layers: TupleOf[LayerPrecision] = Field(default=(), max_length=10_000)
     """Groups of layers with another precision; the last match wins."""
     loss_scale: LossScaleConfig = LossScaleConfig()
@@ -267,10 +278,33 @@ class PrecisionConfig(SpecModel):
         return any("fp16" in group for group in groups)
 
     @property
+    def quantizes(self) -> bool:
+        """Whether any matrix product is quantized."""
+        return any(each not in (None, "none") for each in (self.matmul, *(group.matmul for group in self.layers)))
+
+    def block_of(self, matmul: MatmulFormat) -> int:
+        """Elements of a block in this format."""
+        return self.block or MATMUL_BLOCKS[matmul]
+
+    def peak_dtype(self, peaks: Container[str]) -> ComputeDtype | Literal["fp8"]:
+        """Whose peak of a chip is the run's: fp8 if products are quantized and the chip states one, else `compute`'s.
+
+        Beside activations of fp32 nothing runs at the peak of fp8.
+        """
+        return "fp8" if self.matmul != "none" and self.compute != "fp32" and "fp8" in peaks else self.compute
+
+    @property
     def label(self) -> str:
-        """The run's precision: `bf16`, or `bf16 (fp32 in blocks.0)` if groups of layers differ."""
-        others = [f"{group.compute} in {group.match}" for group in self.layers if group.compute != self.compute]
-        return f"{self.compute} ({', '.join(others)})" if others else self.compute
+        """The run's precision: `bf16`, `fp8 (bf16 elsewhere)`, or `bf16 (fp32 in blocks.0)` if groups differ."""
+        main: str = self.compute
+        others: list[str] = []
+        if self.matmul != "none":
+            main, others = self.matmul, [f"{self.compute} elsewhere"]
+        for group in self.layers:
+            compute, matmul = group.compute or self.compute, group.matmul or self.matmul
+            if (compute, matmul) != (self.compute, self.matmul):
+                others.append(f"{compute if matmul == 'none' else matmul} in {group.match}")
+        return f"{main} ({', '.join(others)})" if others else main
 
 
 class EmaConfig(SpecModel):

@@ -27,6 +27,7 @@ from danlu.framework.custom.module_structure import ModuleStructure, find_layers
 from danlu.framework.custom.stage_split import check_pipeline_support, keep_stage_layers, return_logits
 from danlu.framework.custom.tp_plan import resolve_tp_plan
 from danlu.framework.custom.verify_tp import ReferenceOutputs, has_real_tensors
+from danlu.framework.fp8.apply import unquantized
 from danlu.framework.layer_seeds import LayerSeeds
 from danlu.parallel.fsdp import FsdpUnit, local_shard, silence_view_warning
 from danlu.spec.custom_model import CustomModel
@@ -135,10 +136,11 @@ class CustomModelAdapter(ModuleAdapter):
                 mesh.size("tp"),
                 mesh.coordinate("tp"),
             )
-            if expected:
-                expected.verify(*where)
-            if expected_dropout and expected and not torch.equal(expected_dropout.logits, expected.logits):
-                dropout_matches &= expected_dropout.dropout_matches(*where, seeds)
+            with unquantized([stage_module]):  # as the full module is
+                if expected:
+                    expected.verify(*where)
+                if expected_dropout and expected and not torch.equal(expected_dropout.logits, expected.logits):
+                    dropout_matches &= expected_dropout.dropout_matches(*where, seeds)
         if not dropout_matches and mesh.coordinate("tp") == 0 and mesh.dp_rank == 0:
             warnings.warn(
                 f"`degrees.tp` is {mesh.size('tp')}, and {self.custom_model.factory} has dropout on sharded "

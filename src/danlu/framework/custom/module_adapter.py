@@ -8,6 +8,7 @@ from torch import nn
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.module_structure import ModuleStructure, has_parameters, tied_parameters
+from danlu.framework.fp8.apply import QuantizedModule, linear_layers
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
 from danlu.parallel.tensor import TPStyle, apply_tp
@@ -39,6 +40,11 @@ class ModuleAdapter:
     def blocks(self, stage_module: nn.Module) -> list[nn.Module]:
         """The layers of a stage module."""
         return list(self.structure.layers_in(stage_module).values())
+
+    def quantized_modules(self, stage_module: nn.Module) -> Iterator[QuantizedModule]:
+        """The linear layers inside of layers."""
+        for name, block in self.structure.layers_in(stage_module).items():
+            yield from linear_layers(name, block)
 
     def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterator[RecomputeRegion]:
         """Entire layers, which may draw random numbers (dropout)."""

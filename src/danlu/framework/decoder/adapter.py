@@ -12,10 +12,12 @@ from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.init_weights import init_weights
 from danlu.framework.decoder.parallelism import (
     decoder_fsdp_units,
+    decoder_quantized_modules,
     decoder_recompute_regions,
     decoder_tp_plan,
     moe_layers,
 )
+from danlu.framework.fp8.apply import QuantizedModule
 from danlu.framework.layer_seeds import LayerSeeds
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.context import apply_cp
@@ -65,6 +67,10 @@ class DecoderAdapter:
     def blocks(self, stage_module: nn.Module) -> list[nn.Module]:
         """The layers of a stage module."""
         return list(cast(Decoder, stage_module).blocks.values())
+
+    def quantized_modules(self, stage_module: nn.Module) -> Iterator[QuantizedModule]:
+        """The linear layers of blocks, and the stacked matrices of experts."""
+        return decoder_quantized_modules(cast(Decoder, stage_module))
 
     def recompute_regions(self, stage_module: nn.Module, plan: Plan) -> Iterator[RecomputeRegion]:
         """Full blocks, or the modules around the experts of one."""

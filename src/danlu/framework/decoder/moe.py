@@ -144,6 +144,8 @@ class Experts(nn.Module):
         self.gate_bias = nn.Parameter(torch.empty(hidden_bias)) if moe.bias and self.gate is not None else None
         self.up_bias = nn.Parameter(torch.empty(hidden_bias)) if moe.bias else None
         self.down_bias = nn.Parameter(torch.empty(down_bias)) if moe.bias else None
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+        """The product of an expert's tokens and one of its matrices."""
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
@@ -154,21 +156,21 @@ class Experts(nn.Module):
         up_bias, gate_bias, down_bias = map(_unbound, (self.up_bias, self.gate_bias, self.down_bias))
         outputs = []
         for expert, x in enumerate(x_ND.split(counts)):
-            hidden = _linear(x, up, up_bias, expert)
+            hidden = self._linear(x, up, up_bias, expert)
             if gate is None:
                 hidden = F.gelu(hidden)
             else:
-                hidden = gated_product(_linear(x, gate, gate_bias, expert), hidden, self.activation)
-            outputs.append(_linear(hidden, down, down_bias, expert))
+                hidden = gated_product(self._linear(x, gate, gate_bias, expert), hidden, self.activation)
+            outputs.append(self._linear(hidden, down, down_bias, expert))
         return torch.cat(outputs)
+
+    def _linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, expert: int) -> Tensor:
+        product = self.multiply(x, weights[expert])
+        return product if biases is None else product + biases[expert]
 
 
 def _unbound(bias: Tensor | None) -> Sequence[Tensor] | None:
     return None if bias is None else _to_local(bias).unbind()
-
-
-def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, expert: int) -> Tensor:
-    return x @ weights[expert] if biases is None else x @ weights[expert] + biases[expert]
 
 
 def _to_local(weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.latent_attention import LatentAttention
 from danlu.framework.decoder.moe import MoeLayer
+from danlu.framework.fp8.apply import QuantizedModule, linear_layers
 from danlu.memory.recompute import RecomputeRegion
 from danlu.parallel.fsdp import FsdpUnit
 from danlu.parallel.tensor import TPStyle
@@ -80,6 +81,15 @@ def decoder_fsdp_units(stage_module: Decoder, mesh: ParallelMesh) -> Iterator[Fs
             yield FsdpUnit("embed", stage_module.embed, mesh.fsdp_mesh)
         if stage_module.head is not None:
             yield FsdpUnit("head", stage_module.head, mesh.fsdp_mesh, keep_unsharded=True)
+
+
+def decoder_quantized_modules(stage_module: Decoder) -> Iterator[QuantizedModule]:
+    """The modules whose matrix products a recipe may quantize: linear layers of blocks but for routers, and experts."""
+    for layer, block in stage_module.blocks.items():
+        yield from linear_layers(f"blocks.{layer}", block)
+        mlp = block.get_submodule("mlp")
+        if isinstance(mlp, MoeLayer):
+            yield QuantizedModule(f"blocks.{layer}.mlp.experts", f"blocks.{layer}.mlp.experts", mlp.experts)
 
 
 def decoder_recompute_regions(stage_module: Decoder, modes: Sequence[RecomputeMode]) -> Iterator[RecomputeRegion]:

@@ -4,6 +4,12 @@ from danlu.spec.rules.batch import BATCH_RULES, RAMP_RULES
 from danlu.spec.rules.context import CONTEXT_RULES
 from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
+from danlu.spec.rules.matmul import (
+    DECODER_MATMUL_LAYOUT_RULES,
+    DECODER_MATMUL_RULES,
+    MATMUL_LAYOUT_RULES,
+    MATMUL_RULES,
+)
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
 from danlu.spec.rules.optimizer import OPTIMIZER_RULES, group_patterns_match, group_problems
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
@@ -12,15 +18,15 @@ from danlu.spec.rules.regather import CUSTOM_REGATHER_RULES, DECODER_REGATHER_RU
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.rules.spikes import SPIKE_RULES
 
-RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPIKE_RULES)
+RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPIKE_RULES, *MATMUL_RULES)
 """Rules inside a recipe."""
-DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, group_patterns_match)
+DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, *DECODER_MATMUL_RULES, group_patterns_match)
 """The same, where the model is described by its shape."""
 PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES, *MAPPING_RULES)
 """Rules inside a plan."""
-LAYOUT_RULES = BATCH_RULES
+LAYOUT_RULES = (*BATCH_RULES, *MATMUL_LAYOUT_RULES)
 """Rules between a recipe and a plan."""
-DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *DECODER_REGATHER_RULES)
+DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *DECODER_REGATHER_RULES, *DECODER_MATMUL_LAYOUT_RULES)
 """The same, where the model is described by its shape."""
 CUSTOM_LAYOUT_RULES = (*CUSTOM_AXIS_RULES, *CUSTOM_REGATHER_RULES)
 """The same, where the model is a custom module."""

@@ -137,7 +137,9 @@ def experts_fit_levels(plan: ParsedSpec[Plan], cluster: ParsedSpec[Cluster]) -> 
 def chip_has_the_precision(recipe: ParsedSpec[Recipe], cluster: ParsedSpec[Cluster]) -> Iterator[Problem]:
     """Without a peak for a precision the speed cannot be predicted."""
     peak, precision = cluster.value.chip.peak, recipe.value.precision
-    used: dict[ComputeDtype, None] = dict.fromkeys([precision.compute, *(group.compute for group in precision.layers)])
+    used: dict[ComputeDtype, None] = dict.fromkeys(
+        [precision.compute, *(group.compute for group in precision.layers if group.compute)]
+    )
     for dtype in used:
         if dtype not in peak:
             known = ", ".join(f'"{name}"' for name in peak)

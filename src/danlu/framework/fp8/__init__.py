@@ -1,0 +1,1 @@
+"""Block-scaled fp8 for the matrix products of layers and experts."""
