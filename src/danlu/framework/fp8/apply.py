@@ -87,13 +87,9 @@ def _check_shards(name: str, linear: nn.Linear, block: int) -> None:
 @contextmanager
 def unquantized(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Compute with unquantized products inside, to compare with a model that was not quantized."""
-    products = {
-        call.func.__self__
-        for module in modules
-        for each in module.modules()
-        if isinstance(call := vars(each).get("forward"), partial)
-        and isinstance(getattr(call.func, "__self__", None), BlockScaledProduct)
-    }
+    calls = (vars(each).get("forward") for module in modules for each in module.modules())
+    owners = [getattr(call.func, "__self__", None) for call in calls if isinstance(call, partial)]
+    products = {owner for owner in owners if isinstance(owner, BlockScaledProduct)}
     for product in products:
         product.enabled = False
     try:
