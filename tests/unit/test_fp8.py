@@ -197,7 +197,7 @@ def test_the_three_products_of_a_linear_layer(matmul: MatmulFormat, bias: bool) 
     of_weight = sum((exact(g) @ exact(a).t() for g, a in tokens), torch.zeros(20, 48, dtype=torch.float64))
     torch.testing.assert_close(layer.weight.grad.double(), of_weight, rtol=1e-5, atol=1e-5)
     if bias:
-        assert torch.equal(layer.bias.grad, grad.sum((0, 1)))
+        assert layer.bias.grad is not None and torch.equal(layer.bias.grad, grad.sum((0, 1)))
     plain = layer(x).detach()
     apart = (y.detach() - plain).norm() / plain.norm()
     assert 0.005 < float(apart) < 0.06, "three bits of fraction: a few percent of noise, and not none"
