@@ -333,7 +333,6 @@ def _layouts() -> list[Layout]:
     moe("gpt-oss ep over tp", gpt_oss, tp=2, ep=2)
     moe("gpt-oss 1f1b × cp × ep", gpt_oss, pp=2, cp=2, ep=2, microbatches=4)
     changed("gemma fsdp × tp", gemma, shard=2, tp=2)
-    changed("gemma cp, compiled", gemma, cp=2, compile=True)
     changed("gemma tp × cp", gemma, tp=2, cp=2)
     # Multi-token prediction: two modules, on the last stage with a copy of the embedding.
     ahead = {"mtp": 2}
