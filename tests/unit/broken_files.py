@@ -183,6 +183,7 @@ CONTRADICTIONS = {
     "length-by-ring-cp": _plan("cp = 4", RING, recipe=RECIPE.replace("length = 64", "length = 60")),
     "length-by-ring-cp-and-tp": _plan("cp = 2\ntp = 4", RING, recipe=RECIPE.replace("length = 64", "length = 68")),
     "ring-without-cp": _plan("tp = 2", RING),
+    "ring-of-windows": _plan("cp = 2", RING, RECIPE.replace("\nheads = ", "\nwindow = 16\nheads = ")),
     "sequences-by-data": _plan("replicate = 2\nshard = 3"),
     "microbatches": _plan("shard = 2", "microbatches = 3"),
     "too-few-layers": _plan("pp = 8", "microbatches = 8"),
@@ -299,6 +300,7 @@ CONTRADICTIONS = {
     "precision-group-sets-nothing": _recipe('"bf16"', '"bf16"\nlayers = [{match = "blocks.0"}]'),
     "head-quantized": _recipe('"bf16"', '"bf16"\nlayers = [{match = "head", matmul = "fp8"}]'),
     "blocks-cut-by-tp": _plan("tp = 4", recipe=RECIPE.replace('"bf16"', '"bf16"\nmatmul = "mxfp8"')),
+    "blocks-cut-by-ring-cp": _plan("cp = 2", RING, RECIPE.replace('"bf16"', '"bf16"\nmatmul = "mxfp8"')),
     "blocks-cut-by-cp": _plan("cp = 4", recipe=RECIPE.replace('"bf16"', '"bf16"\nmatmul = "mxfp8"')),
     "quantized-inputs-regathered": _plan(
         "tp = 2", "regather_inputs = true", RECIPE.replace('"bf16"', '"bf16"\nmatmul = "fp8"\nblock = 16')

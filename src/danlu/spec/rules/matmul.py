@@ -98,6 +98,8 @@ def sequence_shards_are_whole_blocks(recipe: ParsedSpec[Recipe], plan: ParsedSpe
     degrees, length, block = plan.value.degrees, recipe.value.batch.length, _block(recipe.value.precision)
     latent = recipe.value.decoder.mla is not None  # its first matrices multiply positions that `tp` shards
     pieces, axes = (degrees.cp * degrees.tp, "`cp` × `tp`") if latent else (degrees.cp, "`degrees.cp`")
+    if degrees.cp > 1 and plan.value.context_parallel == "ring":
+        pieces, axes = 2 * pieces, f"a ring of {axes}"  # of two chunks a rank
     if pieces > 1 and length % pieces == 0 and length // pieces % block:
         yield recipe.problem(
             "batch.length",
