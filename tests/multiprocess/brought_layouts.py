@@ -115,7 +115,6 @@ LAYOUTS = [
     _layout(
         "qwen3 mixture, pp 2 interleaved, ep 2", "qwen3_moe", pp=2, shard=2, ep=2, microbatches=2, pipeline=INTERLEAVED
     ),
-    _layout("qwen3 mixture, ep 2, compile", "qwen3_moe", shard=2, ep=2, compile=True),
     _layout("shard 2, tp 2", shard=2, tp=2, tensor=MAP),
     _layout("shard 2, tp 2, tied", shard=2, tp=2, tensor=MAP, arguments={"tied": True}),
     _layout("pp 2, shard 2", pp=2, shard=2, microbatches=2),

@@ -142,6 +142,7 @@ def test_copies_sorted_by_expert_give_what_the_module_computes(name: str) -> Non
     [
         ("OtherMixture", {}, plan(2), r"`layers\.0` \(test_brought_experts\.OtherExperts\).*MixtralExperts"),
         ("mixture", {"name": "MixtralExperts"}, plan(8), r"must divide the 4 experts of model\.layers\.0.*ep = 4"),
+        ("mixture", {"name": "MixtralExperts"}, plan(2, compile=True), r"compile.*is set and `degrees\.ep` is 2"),
         (
             "mixture",
             {"name": "DeepseekV3Experts"},

@@ -94,6 +94,12 @@ def check_expert_parallelism(module: nn.Module, structure: ModuleStructure, plan
                 f"is {ep}, but the experts {name} are in none of the layers",
                 "name them in `model.blocks`",
             )
+    if plan.compile:
+        raise CustomModelError(
+            "compile",
+            f"is set and `degrees.ep` is {ep}, which is not tested together for a custom model",
+            "compile = false",
+        )
     modes = plan.recompute_modes(len(structure.blocks))
     for block, mode in zip(structure.blocks, modes, strict=True):
         if mode == "selective" and any(name.startswith(f"{block}.") for name in known):
