@@ -55,7 +55,10 @@ DENSE = {
     "hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
     "hsdp × cp, selective": (plan(replicate=2, shard=4, cp=2, recompute="selective"), 8),
     "hsdp × ring cp": (plan(replicate=2, shard=4, cp=2, context_parallel="ring"), 8),
-    "fsdp × ring cp 4, selective": (plan(shard=2, cp=4, recompute="selective", context_parallel="ring"), 8),
+    "hsdp × ring cp 4, selective": (
+        plan(replicate=2, shard=2, cp=4, recompute="selective", context_parallel="ring"),
+        8,
+    ),
     "1f1b × ring cp × tp, recomputed": (
         plan(pp=2, shard=2, cp=4, tp=2, recompute="full", microbatches=4, context_parallel="ring"),
         8,
@@ -85,7 +88,7 @@ EXPERTS = {
 DOCUMENTS = {
     "documents: fsdp": (plan(shard=8), 8),
     "documents: fsdp × cp × tp, recomputed": (plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2), 8),
-    "documents: fsdp × ring cp 4": (plan(shard=2, cp=4, microbatches=2, context_parallel="ring"), 8),
+    "documents: hsdp × ring cp 4": (plan(replicate=2, shard=2, cp=4, context_parallel="ring"), 8),
     "documents: fsdp × ring cp × tp, recomputed": (
         plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2, context_parallel="ring"),
         8,
@@ -152,7 +155,7 @@ QUANTIZED = {
 """Inputs of matmuls are kept in fp8."""
 LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS | QUANTIZED | MTP
 QUICK = {
-    "fsdp × ring cp 4, selective",
+    "hsdp × ring cp 4, selective",
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
     "1f1b × tp, by layer",
