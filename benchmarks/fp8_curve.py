@@ -1,6 +1,6 @@
 """Train one small model three times: in bf16, with fp8 products, and with mxfp8 products; the losses over all steps.
 
-    python benchmarks/fp8_curve.py --report docs/reports/fp8_curve.json --svg docs/pictures/fp8-curve.svg
+    python benchmarks/fp8_curve.py --svg docs/pictures/fp8-curve.svg --report docs/reports/fp8_curve.json
     python benchmarks/fp8_curve.py --quick    # 60 steps of each
 
 Everything else is equal: initial values, data and its order, schedule. Products are emulated here, with the numbers
