@@ -9,6 +9,7 @@ from source_tree import ROOT
 SCRIPT = ROOT / "docs" / "how-to" / "make_sample.py"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_every_output_of_the_pages_is_the_program_s_own() -> None:
     """A run is trained, sampled, exported and loaded by transformers, by the commands of the pages."""

@@ -38,9 +38,11 @@ SMALL = {
     ),
     "one node": question(chips=4, cluster=machine(nodes=1)),
 }
+SLOW = ("experts by Muon, with an average", "experts, imbalance")
+CASES = [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in SMALL]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", CASES)
 def test_finds_the_layout_that_pricing_all_of_them_finds(name: str) -> None:
     asked = SMALL[name]
     best, found = search_exhaustively(asked), search(asked, shown=1)
@@ -50,7 +52,7 @@ def test_finds_the_layout_that_pricing_all_of_them_finds(name: str) -> None:
     assert found.priced < found.layouts_searched
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", CASES)
 def test_bounds_are_bounds(name: str) -> None:
     asked, chance = SMALL[name], random.Random(7)
     space, pricing, places = SearchSpace(asked), PlanPricer(asked), PlacementEnumerator(asked.cluster)
@@ -80,7 +82,7 @@ def test_more_shards_never_take_more_bytes() -> None:
             assert sizes[max(sizes)] == min(sizes.values())
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", CASES)
 def test_every_answer_passes_the_rules(name: str) -> None:
     asked = SMALL[name]
     answer = search(asked)

@@ -28,6 +28,8 @@ QUESTIONS = {
     "compiled, 4 chips": (SMALL, 4, 4, "compile=true,recompute=none"),
     "no recompute, 8 chips, one microbatch a sequence": (SMALL, 8, 8, "recompute=none,microbatch=1"),
 }
+SLOW = ("sixes, 6 chips", "no recompute, 8 chips, one microbatch a sequence")
+CASES = [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in QUESTIONS]
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 VIRTUAL = (1, 2, 3, 4, 6, 8)
@@ -102,7 +104,7 @@ def accepted(question: PlanRequest) -> set[Key]:
     return found
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_space_is_what_check_accepts(name: str) -> None:
     asked = _question(name)
     listed = [key(candidate.plan()) for candidate in SearchSpace(asked).candidates()]
