@@ -134,6 +134,18 @@ def test_the_command_prints_and_draws_and_writes_json(tmp_path: Path) -> None:
     assert answer["recipe"] == {}
 
 
+@pytest.mark.parametrize("opened", [[], ["--open"]])
+def test_what_is_said_of_the_page_is_no_part_of_the_json(tmp_path: Path, opened: list[str]) -> None:
+    for name in ("one", "two"):
+        made(tmp_path, name, plain([5.0]))
+    page = tmp_path / "page.html"
+    words = ["compare", "one", "two", "--json", "--html", str(page), *opened, "--runs-dir", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    assert len(json.loads(result.stdout)["runs"]) == 2
+    assert str(page) in result.stderr and page.is_file()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

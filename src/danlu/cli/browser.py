@@ -8,13 +8,26 @@ from pathlib import Path
 import typer
 
 
-def open_in_browser(page: Path) -> None:
-    """Open a page; if that is impossible, print the reason and the path of the page."""
+def write_page(page: Path, html: str, *, open_page: bool, err: bool = False) -> None:
+    """Write a page and open it, or print its path (on standard error if `err`); exit with 2 if that fails."""
+    try:
+        page.write_text(html, encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"The page cannot be written: {error}", err=True)
+        raise typer.Exit(2) from None
+    if open_page:
+        open_in_browser(page, err=err)
+    else:
+        typer.echo(f"The page is in {page}", err=err)
+
+
+def open_in_browser(page: Path, *, err: bool = False) -> None:
+    """Open a page; if that is impossible, print the reason and the path of the page, on standard error if `err`."""
     reason = _why_no_browser()
     if not reason and not webbrowser.open(page.resolve().as_uri()):
         reason = "the browser did not start"
     if reason:
-        typer.echo(f"The page was not opened, because {reason}: {page}")
+        typer.echo(f"The page was not opened, because {reason}: {page}", err=err)
 
 
 def _why_no_browser() -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from danlu.cli.browser import open_in_browser
+from danlu.cli.browser import write_page
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.run_comparison import Axis, compare_runs, find_runs
 from danlu.report.terminal import Console
@@ -38,12 +38,4 @@ def compare(
     if page is not None:
         from danlu.report.comparison_page import comparison_page
 
-        try:
-            page.write_text(comparison_page(comparison), encoding="utf-8")
-        except OSError as error:
-            typer.echo(f"The page cannot be written: {error}", err=True)
-            raise typer.Exit(2) from None
-        if open_page:
-            open_in_browser(page)
-        else:
-            typer.echo(f"The page is in {page}", err=as_json)
+        write_page(page, comparison_page(comparison), open_page=open_page, err=as_json)

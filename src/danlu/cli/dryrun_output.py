@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import typer
-
-from danlu.cli.browser import open_in_browser
+from danlu.cli.browser import write_page
 from danlu.spec.trace import DryRun
 
 
@@ -18,12 +16,4 @@ def write_dryrun_page(run: DryRun, page: Path | None, open_page: bool) -> None:
     from danlu.report.dryrun_page import dryrun_page
 
     page = page or Path(f"{run.name}.dryrun.html")
-    try:
-        page.write_text(dryrun_page(run), encoding="utf-8")
-    except OSError as error:
-        typer.echo(f"The page cannot be written: {error}", err=True)
-        raise typer.Exit(2) from None
-    if open_page:
-        open_in_browser(page)
-    else:
-        typer.echo(f"The page is in {page}")
+    write_page(page, dryrun_page(run), open_page=open_page)
