@@ -364,6 +364,8 @@ def test_the_page_is_written_where_it_is_asked(tmp_path: Path, capsys: pytest.Ca
     write_dryrun_page(made_dryrun(), tmp_path / "p.html", open_page=False)
     assert (tmp_path / "p.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert capsys.readouterr().out == f"The page is in {tmp_path / 'p.html'}\n"
+    write_dryrun_page(made_dryrun(), tmp_path / "p.html", open_page=False, err=True)
+    assert capsys.readouterr() == ("", f"The page is in {tmp_path / 'p.html'}\n")
     with pytest.raises(typer.Exit) as ended:
         write_dryrun_page(made_dryrun(), tmp_path / "nowhere" / "p.html", open_page=False)
     assert ended.value.exit_code == 2

@@ -69,7 +69,7 @@ def dryrun(
     else:
         _print(run, time.monotonic() - started)
     if page is not None or open_page:
-        write_dryrun_page(run, page, open_page)
+        write_dryrun_page(run, page, open_page, err=as_json)
 
 
 def _print(run: DryRun, seconds: float) -> None:

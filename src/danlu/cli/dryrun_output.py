@@ -6,14 +6,14 @@ from danlu.cli.browser import write_page
 from danlu.spec.trace import DryRun
 
 
-def write_dryrun_page(run: DryRun, page: Path | None, open_page: bool) -> None:
+def write_dryrun_page(run: DryRun, page: Path | None, open_page: bool, *, err: bool = False) -> None:
     """Write the page for `--html FILE` and `--open`, print its path or open it; do nothing if neither is given.
 
-    Without a file the page is `<name>.dryrun.html` in the current folder.
+    What is printed goes to standard error if `err`. Without a file the page is `<name>.dryrun.html` in the current folder.
     """
     if page is None and not open_page:
         return
     from danlu.report.dryrun_page import dryrun_page
 
     page = page or Path(f"{run.name}.dryrun.html")
-    write_page(page, dryrun_page(run), open_page=open_page)
+    write_page(page, dryrun_page(run), open_page=open_page, err=err)
