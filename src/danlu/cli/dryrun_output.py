@@ -9,7 +9,7 @@ from danlu.spec.trace import DryRun
 def write_dryrun_page(run: DryRun, page: Path | None, open_page: bool, *, err: bool = False) -> None:
     """Write the page for `--html FILE` and `--open`, print its path or open it; do nothing if neither is given.
 
-    What is printed goes to standard error if `err`. Without a file the page is `<name>.dryrun.html` in the current folder.
+    With `err`, what is printed goes to standard error. Without a file it is `<name>.dryrun.html` in the current folder.
     """
     if page is None and not open_page:
         return
