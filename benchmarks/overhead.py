@@ -3,9 +3,10 @@
     python benchmarks/overhead.py [--quick] [--report FILE]
 
 Both run in the same processes and take turns of one step, a fixed number of them, so that noise of the machine affects
-both equally. A tenth of the turns is trimmed at either end; the interval is that of 95 % of bootstrap samples of the
-turns. Danlu writes its events, and the cost of a save is how much longer a block of steps with one takes than a block
-without, until the checkpoint is complete and read back; the ratio counts one every five minutes.
+both equally. Every eighth turn both evaluate the same held-out data before their step. A tenth of the turns is trimmed
+at either end; the interval is that of 95 % of bootstrap samples of the turns. Danlu prefetches its batches from disk,
+writes its events and serves its metrics over HTTP. The cost of a save is how much longer a block of steps with one
+takes than a block without, until the checkpoint is complete and read back; the ratio counts one every five minutes.
 
 Exits non-zero if the ratio is below the bar: 0.98, eager and compiled each. `--quick` takes fewer turns, which are too
 noisy for that bar: both together must reach 0.94, which a loop that is a tenth slower does not. The last line is JSON.
@@ -40,27 +41,42 @@ from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import build_train_state as build_run
 from danlu.framework.checkpoint_manager import CheckpointManager
 from danlu.framework.decoder.decoder import Decoder
+from danlu.framework.evaluation import Evaluation
 from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.spec.model import Model
 from danlu.spec.plan import Plan, fully_sharded_plan
-from danlu.spec.recipe import BatchConfig, CheckpointConfig, DataConfig, LRSchedule, Recipe
+from danlu.spec.recipe import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    EvaluationSource,
+    LRSchedule,
+    Recipe,
+)
 from danlu.spec.run_folder import RunFolder
 from danlu.storage.checkpoint.engine import open_checkpoint_engine
 from danlu.storage.data.build import build_dataset as build_shards
+from danlu.storage.data.held_out import HeldOutSamples
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 from danlu.storage.data.tokenizer import BytesTokenizer
 
 Floats = NDArray[np.float64]
 
 BAR, QUICK_BAR = 0.98, 0.94
-WARM_UP = 2
+EVALUATE_EVERY = 8
+EVALUATION_TOKENS = 2048
+"""Two steps' tokens: some tenths of a step's time every eighth step, far more often than a run would evaluate."""
+WARM_UP = EVALUATE_EVERY
 TURNS, QUICK_TURNS = 100, 32
 BLOCKS, QUICK_BLOCKS = 8, 3
 """Blocks of steps with a save, and as many without."""
-BLOCK_STEPS = 6
+BLOCK_STEPS = EVALUATE_EVERY
+"""So that every block has one evaluation."""
 SAVE_EVERY = 300.0
 """Seconds between saves. Runs save every few minutes to every few hours."""
 TRIMMED = 0.1
@@ -85,7 +101,8 @@ def main() -> None:
         print(
             f"{mode:9} bare {found['bare']:6.0f} tokens/s, danlu {found['danlu']:6.0f} tokens/s, ratio "
             f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f}, {found['turns']} turns); "
-            f"with a save every {SAVE_EVERY:.0f} s, which costs {found['save_s']:.2f} s; {found['unsaved']:.3f} without"
+            f"a save every {SAVE_EVERY:.0f} s costs {found['save_s']:.2f} s; {found['unsaved']:.3f} without, "
+            f"{found['evaluated']:.3f} with an evaluation"
         )
     ratios = [found["ratio"] for found in results.values()]
     bar = QUICK_BAR if arguments.quick else BAR
@@ -100,6 +117,7 @@ def main() -> None:
 
 def start_ranks(folder: Path, quick: bool) -> dict[str, dict[str, float]]:
     build_shards(["python-stdlib"], folder / "shards", BytesTokenizer())
+    build_shards([__file__], folder / "held-out", BytesTokenizer())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -141,6 +159,11 @@ def make_recipe(folder: Path, steps: int) -> Recipe:
         data=DataConfig(shards=str(folder / "shards")),
         batch=BatchConfig(sequences=4, length=256),
         schedule=LRSchedule(kind="constant"),
+        evaluation=EvaluationConfig(
+            every=EVALUATE_EVERY,
+            tokens=EVALUATION_TOKENS,
+            data=(EvaluationSource(name="held-out", shards=str(folder / "held-out")),),
+        ),
     )
 
 
@@ -162,13 +185,28 @@ def bare(recipe: Recipe, plan: Plan, mesh: ParallelMesh) -> Callable[[int], None
     data = ShuffledDataset(TokenShards.open(Path(recipe.data.shards)), recipe.batch.length, recipe.seed)
     share = recipe.batch.sequences // RANKS
     firsts = (step * recipe.batch.sequences + mesh.rank * share for step in range(recipe.steps))
-    batches = iter([torch.from_numpy(data.read_samples(np.arange(first, first + share))) for first in firsts])
+    batches = enumerate([torch.from_numpy(data.read_samples(np.arange(first, first + share))) for first in firsts])
+    source = TokenShards.open(Path(recipe.evaluation.data[0].shards))
+    held_out = HeldOutSamples(source, recipe.batch.length, recipe.evaluation.tokens)
+    mine = torch.from_numpy(held_out.read_samples(np.arange(mesh.rank, held_out.count, RANKS))).split(share)
+
+    def loss_of(rows: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        model.eval()
+        mean = torch.stack([loss_of(rows) for rows in mine]).mean() / RANKS
+        dist.all_reduce(mean)
+        model.train()
+        return mean.item()
 
     def steps(count: int) -> None:
         for _ in range(count):
-            rows = next(batches)
-            scores = model(rows[:, :-1])
-            loss = F.cross_entropy(scores.flatten(0, 1).float(), rows[:, 1:].flatten())
+            number, rows = next(batches)
+            if number % EVALUATE_EVERY == 0:
+                evaluate()
+            loss = loss_of(rows)
             loss.backward()
             clip_locally(model.parameters(), 1.0)
             optimizer.step()
@@ -190,7 +228,7 @@ def clip_locally(parameters: Iterable[nn.Parameter], largest: float) -> None:
 
 
 class Danlu:
-    """The full loop of `danlu train`: global loss and norm, events, TensorBoard, saves, stop requests."""
+    """The full loop of `danlu train`: global loss and norm, events, metrics, evaluation, saves, stop requests."""
 
     def __init__(self, recipe: Recipe, plan: Plan, mesh: ParallelMesh, folder: Path) -> None:
         self.recipe, self.mesh = recipe, mesh
@@ -203,7 +241,8 @@ class Danlu:
             folder.mkdir()
         events = RankEvents(mesh.rank)
         if mesh.rank == 0:
-            events.write_to(EventWriter(RunFolder(folder)).write)
+            metrics = MetricsServer(recipe.name, port=0)
+            events.write_to(EventWriter(RunFolder(folder), sinks=[metrics]).write)
         checkpoints = open_checkpoint_engine(folder / "checkpoints", 1, mesh.world, plan.degrees.model_dump())
         self.manager = _Periodic(checkpoints, CheckpointConfig(keep=1), mesh.rank, events)
         self.manager.preflight(self.state, first_on_host=mesh.rank == 0, between_failures=None)
@@ -212,6 +251,7 @@ class Danlu:
             FixedData(batches),
             self.forward_backward,
             self.manager,
+            Evaluation(recipe, mesh, self.state, events.warn),
             events,
             stop_requested=lambda: self.state.step + 1 >= self.until,
             memory_peak=find_chip("cpu").runtime.max_memory,
@@ -277,14 +317,28 @@ def summary(seconds: dict[str, Floats], save: float, tokens: int) -> dict[str, f
     """Speeds, their ratio and its interval; regular saves slow Danlu down, and not the other."""
     bare, danlu = seconds["bare"], seconds["danlu"]
     slower = 1 + save / SAVE_EVERY
-    draws = np.random.default_rng(0).integers(0, len(bare), (RESAMPLED, len(bare)))
-    ratios = [trimmed_mean(bare[draw]) / trimmed_mean(danlu[draw]) / slower for draw in draws]
+    evaluated = np.arange(len(bare)) % EVALUATE_EVERY == 0
+
+    def seconds_a_step(turns: Floats) -> float:
+        """With their share of evaluations, which would be trimmed as outliers if they were not kept apart."""
+        share = 1 / EVALUATE_EVERY
+        return share * trimmed_mean(turns[evaluated]) + (1 - share) * trimmed_mean(turns[~evaluated])
+
+    random = np.random.default_rng(0)
+    kinds = [np.flatnonzero(evaluated), np.flatnonzero(~evaluated)]
+    ratios = []
+    for _ in range(RESAMPLED):
+        draw = np.arange(len(bare))
+        for kind in kinds:
+            draw[kind] = random.choice(kind, len(kind))
+        ratios.append(seconds_a_step(bare[draw]) / seconds_a_step(danlu[draw]) / slower)
     low, high = np.quantile(ratios, [0.025, 0.975])
-    unsaved = trimmed_mean(bare) / trimmed_mean(danlu)
+    unsaved = seconds_a_step(bare) / seconds_a_step(danlu)
     return {
-        "bare": tokens / trimmed_mean(bare),
-        "danlu": tokens / trimmed_mean(danlu) / slower,
+        "bare": tokens / seconds_a_step(bare),
+        "danlu": tokens / seconds_a_step(danlu) / slower,
         "ratio": unsaved / slower,
+        "evaluated": trimmed_mean(bare[evaluated]) / trimmed_mean(danlu[evaluated]),
         "low": float(low),
         "high": float(high),
         "unsaved": unsaved,
