@@ -1,5 +1,6 @@
 """Faults of `benchmarks/planted`: read from their files, planted in a copy of the tree, and the tests' results."""
 
+import atexit
 import os
 import re
 import shlex
@@ -10,10 +11,14 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
+from compileall import compile_dir
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import cache_from_source
 from pathlib import Path
-from shutil import copyfile
+from shutil import copy2, copytree, rmtree
+from threading import Lock
 from typing import Any
 
 LIMIT = 300.0
@@ -90,6 +95,8 @@ def plant(root: Path, fault: Fault) -> None:
                 f"but stands {text.count(edit.old)} times: {edit.old!r}"
             )
         path.write_text(text.replace(edit.old, edit.new))
+        # Bytecode of a file of the same size and second would be taken for its own.
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def baseline(root: Path, check: str) -> str:
@@ -118,19 +125,33 @@ PASSED = "passed"
 @contextmanager
 def _copy(root: Path) -> Iterator[Path]:
     """The files of this tree, with uncommitted changes, as a separate repository."""
+    with _COPYING:
+        original = _original(root)
+    with tempfile.TemporaryDirectory(prefix="danlu-fault-") as folder:
+        yield copytree(original, Path(folder) / "danlu")
+
+
+_COPYING = Lock()
+
+
+@cache
+def _original(root: Path) -> Path:
+    """The copy that others are made of. It has bytecode, which is of use to them because they keep the files' times."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
     names += [str(library.relative_to(root)) for library in root.glob("src/**/*.so")]  # compiled, so git ignores them
-    with tempfile.TemporaryDirectory(prefix="danlu-fault-") as folder:
-        copy = Path(folder) / "danlu"
-        for name in filter(None, names):
-            if (root / name).is_file():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                copyfile(root / name, copy / name)
-        # Tests ask git which files there are; it need not read them for that.
-        for command in (["git", "init", "-q"], ["git", "add", "--intent-to-add", "."]):
-            subprocess.run(command, cwd=copy, check=True, capture_output=True)
-        yield copy
+    folder = tempfile.mkdtemp(prefix="danlu-faults-")
+    atexit.register(rmtree, folder, ignore_errors=True)
+    original = Path(folder) / "danlu"
+    for name in filter(None, names):
+        if (root / name).is_file():
+            (original / name).parent.mkdir(parents=True, exist_ok=True)
+            copy2(root / name, original / name)
+    compile_dir(original / "src", quiet=2)
+    # Tests ask git which files there are; it need not read them for that.
+    for command in (["git", "init", "-q"], ["git", "add", "--intent-to-add", "."]):
+        subprocess.run(command, cwd=original, check=True, capture_output=True)
+    return original
 
 
 def escaped_test_id(name: str) -> str:
@@ -146,7 +167,7 @@ def _run(copy: Path, check: str) -> tuple[bool, str, float]:
     words = [sys.executable, "-m", "pytest", *tests, *pytest_ends_early] if program == "pytest" else None
     command = words or [sys.executable if program == "python" else program, *rest]
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_OURS}
-    environment |= {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     process = subprocess.Popen(
         command,

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from math import ceil
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.precision import DTYPES
+from danlu.framework.prompt_sampler import PromptSampler
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
 from danlu.framework.stages import EvaluationStage, NoEvaluation
 from danlu.framework.step_guard import stop_on_signal
@@ -53,6 +55,7 @@ from danlu.spec import (
 from danlu.spec.event import PeakSource
 from danlu.spec.profile import ProfileRequest
 from danlu.spec.recipe import has_experts
+from danlu.spec.samples import Sample, SampleSet
 from danlu.storage import run_lock
 from danlu.storage.access import set_umask
 from danlu.storage.checkpoint.async_saver import SavePolicy
@@ -60,6 +63,7 @@ from danlu.storage.checkpoint.engine import CheckpointEngine, local_copy_path, o
 from danlu.storage.checkpoint.run_store import run_store_location
 from danlu.storage.data.mixture_dataset import MixtureDataset
 from danlu.storage.data.shuffle import IntArray
+from danlu.storage.sample_files import write_samples
 from danlu.torch_compat import PrefixStore, Store
 
 _MAX_FAILURE_LENGTH = 4_000
@@ -194,8 +198,12 @@ class Session:
         link.report_phase("opening the data")
         data = TrainData(self.run, recipe, mesh, state.cursor)
         evaluation: EvaluationStage = NoEvaluation()
-        if recipe.evaluation.data:
-            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
+        if recipe.evaluation.data or recipe.evaluation.prompts:
+            sampler = None
+            if recipe.evaluation.prompts:
+                sampler = PromptSampler(recipe, mesh, data.dataset.end_of_text)
+            keep = partial(self._save_samples, events)
+            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase, sampler, keep)
         if mesh.rank == 0 and (emulated := emulated_formats(recipe.precision, mesh.device)):
             events.warn(
                 f"chip {self.chip.name} has no block-scaled {' and '.join(emulated)} products: they are emulated, with "
@@ -235,6 +243,26 @@ class Session:
         if config.wandb:
             sinks.append(WandbWriter(self.run, self.recipe, events.warn))
         return sinks
+
+    def _save_samples(self, events: RankEvents, step: int, samples: list[Sample]) -> None:
+        """Keep samples of a step in the run's folder; a disk that cannot be written does not end the run."""
+        if self.mesh.rank != 0:
+            return
+        drawn = SampleSet(
+            run=self.run.name,
+            step=step,
+            time=time.time(),
+            temperature=0,
+            top_k=0,
+            top_p=1,
+            seed=0,
+            dtype=self.recipe.precision.compute,
+            samples=tuple(samples),
+        )
+        try:
+            write_samples(self.run, drawn)
+        except OSError as error:
+            events.warn(f"samples of step {step} are lost: {self.run.samples} cannot be written: {error.strerror}")
 
     def evaluate(self, step: int) -> EvaluationEvent:
         """Evaluate the checkpoint of a step on the recipe's held-out data; rank 0 writes the event."""

@@ -20,11 +20,14 @@ from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.build import build_train_state
 from danlu.framework.evaluation import Evaluation
 from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.prompt_sampler import PromptSampler
 from danlu.framework.stages import FixedData, NoEvaluation
 from danlu.spec.event import EvaluationEvent, Event, StepEvent
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import EvaluationConfig, EvaluationSource, Recipe, has_experts
+from danlu.spec.samples import Sample
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
+from danlu.storage.data.tokenizer import BytesTokenizer
 
 RANK_FILE = Path(__file__)
 STEPS = 3
@@ -32,6 +35,9 @@ TOKENS = {"long": 37 * 32 + 5, "short": 5 * 32 + 1}
 """37 sequences of which all are read, and 5: neither is a multiple of any layout's rows."""
 READ = 32 * 32
 """Tokens that are read of each: a part of the first, all of the second."""
+PROMPTS = ("The old furnace ", "", "Every morning the crane ", "No", "Rain over the harbour wall ")
+"""Of several lengths: one that leaves less room than is asked for, and an empty one, which begins a document."""
+SAMPLE_TOKENS = 6
 
 
 MASKED = (
@@ -51,6 +57,7 @@ class Kept(KeptSteps):
     def __init__(self) -> None:
         super().__init__([])
         self.evaluations: list[EvaluationEvent] = []
+        self.samples: list[list[Sample]] = []
 
     def write(self, event: Event) -> None:
         if isinstance(event, EvaluationEvent):
@@ -61,7 +68,7 @@ class Kept(KeptSteps):
 
 def made_recipe(layout: Layout, folder: Path) -> Recipe:
     sets = tuple(EvaluationSource(name=name, shards=str(folder / name)) for name in TOKENS)
-    evaluation = EvaluationConfig(every=1, tokens=READ, data=sets)
+    evaluation = EvaluationConfig(every=1, tokens=READ, data=sets, prompts=PROMPTS, sample_tokens=SAMPLE_TOKENS)
     made = recipe(layout.model, str(folder / "shards"), layout.changes)
     data = made.data.model_copy(update={"document_mask": layout.name in MASKED})
     return made.model_copy(update={"steps": STEPS, "evaluation": evaluation, "data": data})
@@ -79,7 +86,11 @@ def train(made: Recipe, plan: Plan, layout: Layout, evaluated: bool) -> tuple[Ke
     masked = made.data.document_mask
     batches = FixedData(BatchLoader(samples, made.batch, made.model.vocabulary, mesh, document_mask=masked))
     kept = Kept()
-    evaluation = Evaluation(made, mesh, state, kept.warn) if evaluated else NoEvaluation()
+    sampler = PromptSampler(made, mesh, BytesTokenizer().end_of_text)
+    evaluation = NoEvaluation()
+    if evaluated:
+        keep = lambda step, samples: kept.samples.append(samples)  # noqa: E731
+        evaluation = Evaluation(made, mesh, state, kept.warn, sampler=sampler, save_samples=keep)
     stages = TrainStages(batches, forward_backward, evaluation=evaluation, events=kept)
     run_training_loop(made, state, mesh, stages)
     return kept, state.stage_modules
@@ -100,12 +111,34 @@ def plain_loss(model: nn.Module, folder: Path, name: str) -> float:
     return float(torch.stack(losses).mean())
 
 
+@torch.no_grad()
+def plain_sample(model: nn.Module, prompt: str) -> list[int]:
+    """The most likely bytes after a prompt, by forward passes over it alone."""
+    tokens = list(prompt.encode()) or [256]
+    room = min(SAMPLE_TOKENS, 32 - len(tokens))
+    for _ in range(room):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1, :257].argmax()))
+        if tokens[-1] == 256:
+            tokens.pop()
+            break
+    return tokens[max(1, len(prompt)) :]
+
+
 def train_reference(layout: Layout, folder: Path) -> None:
     made = made_recipe(layout, folder)
     kept, (module,) = train(made, Plan(), layout, evaluated=True)
     plain = {name: plain_loss(module.eval(), folder, name) for name in TOKENS}
-    told = {"evaluations": [event.losses for event in kept.evaluations], "plain": plain}
+    told = {
+        "evaluations": [event.losses for event in kept.evaluations],
+        "plain": plain,
+        "samples": texts(kept.samples),
+        "plain_samples": [bytes(plain_sample(module, prompt)).decode(errors="replace") for prompt in PROMPTS],
+    }
     (folder / f"{reference(layout)}.json").write_text(json.dumps(told))
+
+
+def texts(samples: list[list[Sample]]) -> list[list[str]]:
+    return [[each.text for each in step] for step in samples]
 
 
 def train_layout(layout: Layout, rank: int, folder: Path) -> None:
@@ -121,6 +154,8 @@ def train_layout(layout: Layout, rank: int, folder: Path) -> None:
         "evaluations": [event.losses for event in kept.evaluations],
         "steps": [event.step for event in kept.evaluations],
         "tokens": kept.evaluations[0].tokens,
+        "samples": texts(kept.samples),
+        "ends": [each.ended for each in kept.samples[-1]],
         "sharded": all(isinstance(each, DTensor) for module in modules for each in module.parameters()),
         "undisturbed": figures(kept.steps) == figures(without.steps),
     }

@@ -1,12 +1,13 @@
 """Start a set of real ranks once, and run many cases in it: importing torch is the slow part."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+FORK_RANKS = Path(__file__).with_name("fork_ranks.py")
 TORCH_WARNS_ITSELF = (
     "`torch.jit.script_method` is deprecated",  # a module that torch.compile imports
     "The .grad attribute of a Tensor that is not a leaf",  # torch.compile looks at every tensor it meets
@@ -27,27 +28,18 @@ def run_ranks(script: Path, world: int, *arguments: str, seconds: float) -> None
     paths = [str(script.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     quiet = ["-W", "error", *(word for message in TORCH_WARNS_ITSELF for word in ("-W", f"ignore:{message}"))]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *quiet, str(script), str(rank), str(world), port, *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + seconds
+    command = [sys.executable, *quiet, str(FORK_RANKS), str(script), str(world), port, *arguments]
+    # A session of its own: a rank that hangs is ended together with the process that forked it.
+    ranks = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{script.name} on {world} ranks took more than {seconds:.0f} s")
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-    outputs = [rank.communicate()[0] for rank in ranks]
-    failed = [number for number, rank in enumerate(ranks) if rank.returncode not in (0, -9)]
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} of {world} failed:\n{outputs[failed[0]]}")
+        output, _ = ranks.communicate(timeout=seconds)
+    except BaseException as error:
+        os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"{script.name} on {world} ranks took more than {seconds:.0f} s") from None
+        raise
+    if ranks.returncode:
+        raise RuntimeError(output)

@@ -1,4 +1,4 @@
-"""Held-out loss is the same number at every layout, and evaluating changes nothing of the training."""
+"""Held-out loss and samples are the same at every layout, and evaluating changes nothing of the training."""
 
 import json
 import subprocess
@@ -54,6 +54,7 @@ def test_held_out_loss_is_that_of_one_process(
     layout: Layout, results: dict[str, list[dict[str, Any]]], folder: Path
 ) -> None:
     expected = json.loads((folder / f"{reference(layout)}.json").read_text())
+    assert expected["samples"][-1] == expected["plain_samples"]
     masked = layout.name in MASKED
     ranks = results[layout.name]
     assert len(ranks) == layout.plan.degrees.world
@@ -61,6 +62,8 @@ def test_held_out_loss_is_that_of_one_process(
         assert each["steps"] == [*range(STEPS + 1)]
         if not masked:
             assert each["tokens"] == {"long": READ, "short": 5 * 32}
+        assert each["samples"] == expected["samples"]
+        assert set(each["ends"]) <= {"tokens", "context", "end of text"} and "context" in each["ends"]
         assert each["sharded"], "parameters are still gathered after the last evaluation"
         assert each["undisturbed"], "evaluation changed losses, norms or balance of the training"
         apart = worst(
@@ -80,8 +83,8 @@ def test_enough_layouts() -> None:
     assert len(CHOSEN) == len(NAMES) >= 12
 
 
-def test_a_checkpoint_is_evaluated_as_the_run_was(folder: Path, tmp_path: Path) -> None:
-    """`danlu train` with evaluation on one rank, then `danlu evaluate` on two: the same losses."""
+def test_a_checkpoint_is_evaluated_and_sampled_as_the_run_was(folder: Path, tmp_path: Path) -> None:
+    """`danlu train` with evaluation on one rank, then `danlu evaluate` on two and `danlu sample`: losses and text."""
     (tmp_path / "held.txt").write_text("What was not read says whether a model learns. " * 40)
     recipe = f"""
         name = "small"
@@ -89,7 +92,10 @@ def test_a_checkpoint_is_evaluated_as_the_run_was(folder: Path, tmp_path: Path) 
         model = {{ base = "tiny-llama", vocabulary = 264 }}
         data = {{ shards = "{folder / "shards"}" }}
         batch = {{ sequences = 4, length = 64 }}
-        evaluation = {{ data = [{{ name = "kept", shards = "held", source = ["held.txt"] }}] }}
+        [evaluation]
+        data = [{{ name = "kept", shards = "held", source = ["held.txt"] }}]
+        prompts = ["The old furnace", ""]
+        sample_tokens = 20
     """
     (tmp_path / "recipe.toml").write_text(recipe)
 
@@ -105,3 +111,10 @@ def test_a_checkpoint_is_evaluated_as_the_run_was(folder: Path, tmp_path: Path) 
     told = json.loads(danlu("evaluate", "small@2", "--nproc", "2", "--json"))
     assert told["data"]["kept"]["tokens"] == events[0].tokens["kept"] == 1856
     assert told["data"]["kept"]["loss"] == pytest.approx(events[0].losses["kept"], rel=BAR)
+    (file,) = (tmp_path / "runs" / "small" / "samples").iterdir()
+    drawn = json.loads(file.read_text())
+    assert (drawn["step"], drawn["temperature"], len(drawn["samples"])) == (2, 0, 2)
+    again = json.loads(
+        danlu("sample", "small@2", "-p", "The old furnace", "-p", "", "--temperature", "0", "--tokens", "20", "--json")
+    )
+    assert again["samples"] == drawn["samples"]

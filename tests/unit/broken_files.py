@@ -233,6 +233,7 @@ CONTRADICTIONS = {
     "cache-without-store": _data('shards = "shards"\ncache = "cache"'),
     "store-unknown": _data('shards = "gs://bucket/tokens"\ncache = "cache"'),
     "evaluation-without-data": _recipe("warmup = 10", "warmup = 10\n[evaluation]\nevery = 5"),
+    "samples-without-prompts": _recipe("warmup = 10", "warmup = 10\n[evaluation]\nsample_tokens = 5"),
     "evaluation-of-less-than-a-sequence": _recipe(
         "warmup = 10", 'warmup = 10\n[evaluation]\ntokens = 63\ndata = [{name = "a", shards = "held-out"}]'
     ),

@@ -29,6 +29,7 @@ NOT_ONE_SETTING = {
     "evaluation-of-less-than-a-sequence",
     "evaluation-on-training-data",
     "evaluation-without-data",
+    "samples-without-prompts",
     "experts-off-their-ranks",
     "group-matches-nothing",
     "group-never-wins",

@@ -117,10 +117,7 @@ def test_layers_for_multi_token_prediction_are_left_out_with_their_size(tmp_path
     result = CliRunner().invoke(app, ["import", "hf", str(source), "-o", str(tmp_path / "out"), "--no-compare"])
     assert result.exit_code == 0, result.output
     # (32 · 64 + 32 · 40) · 4 bytes
-    assert (
-        "left out, because Danlu's model does not have it: layers for multi-token prediction: 2 tensors, 13.3 kB"
-        in (result.stderr)
-    )
+    assert "left out: layers for multi-token prediction (--mtp imports them): 2 tensors, 13.3 kB" in result.stderr
     names = _weights(tmp_path / "out").names
     assert "blocks.2.attention.o.weight" in names
     assert not any(name.startswith("blocks.3.") for name in names)
@@ -155,6 +152,46 @@ def test_modules_of_multi_token_prediction_are_exported_as_deepseek_names_them(t
     assert json.loads((tmp_path / "export" / "config.json").read_text())["num_nextn_predict_layers"] == 2
     found = compare_logits(tmp_path / "export", plain, lambda: load_decoder(plain, tensors.__getitem__, torch.float32))
     assert found.max_difference <= LOGIT_TOLERANCE
+
+
+def test_modules_of_multi_token_prediction_come_back_if_asked_for(tmp_path: Path) -> None:
+    plain = import_hf(make_hf(tmp_path / "source", "deepseek v3"), tmp_path / "out").model
+    model = plain.model_copy(update={"mtp": Mtp(depth=2)})
+    shapes = weight_shapes(model, FAMILIES["deepseek_v3"])
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    export_hf(model, tensors.__getitem__, tmp_path / "export")
+    imported = import_hf(tmp_path / "export", tmp_path / "again", mtp=True)
+    assert imported.model.mtp == Mtp(depth=2)
+    assert imported.left_out == ""
+    again = _weights(tmp_path / "again")
+    assert set(again.names) == set(tensors)
+    assert all(torch.equal(again.read(name), tensor) for name, tensor in tensors.items())
+    without = import_hf(tmp_path / "export", tmp_path / "without")
+    assert without.left_out.startswith("layers for multi-token prediction")
+    assert without.model.mtp is None
+
+
+def test_a_module_with_a_table_of_its_own_is_refused(tmp_path: Path) -> None:
+    plain = import_hf(make_hf(tmp_path / "source", "deepseek v3"), tmp_path / "out").model
+    model = plain.model_copy(update={"mtp": Mtp()})
+    tensors = {name: torch.randn(shape) for name, shape in weight_shapes(model, FAMILIES["deepseek_v3"]).items()}
+    export_hf(model, tensors.__getitem__, tmp_path / "export")
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    written = load_file(file)
+    name = f"model.layers.{model.layers}.embed_tokens.weight"
+    save_file(written | {name: written[name] + 1}, file)
+    with pytest.raises(SpecError, match=r"differs from model\.embed_tokens\.weight"):
+        import_hf(tmp_path / "export", tmp_path / "again", mtp=True)
+    assert import_hf(tmp_path / "export", tmp_path / "again").model.mtp is None
+
+
+def test_modules_that_are_not_there_cannot_be_imported(tmp_path: Path) -> None:
+    source = make_hf(tmp_path / "source", "deepseek v3")
+    _change(source, {"num_nextn_predict_layers": 0})
+    with pytest.raises(SpecError, match="no module of multi-token prediction to import"):
+        import_hf(source, tmp_path / "out", mtp=True)
+    with pytest.raises(SpecError, match="has no modules of multi-token prediction"):
+        import_hf(make_hf(tmp_path / "llama", "llama"), tmp_path / "out", mtp=True)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ def _import() -> None:
 def import_hf(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with config.json and safetensors.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Folder to write; must be new.")],
+    mtp: Annotated[bool, typer.Option("--mtp", help="Import modules of multi-token prediction too.")] = False,
     tolerance: Tolerance = None,
     compare: Compare = True,
     as_json: Json = False,
 ) -> None:
-    """Import a Hugging Face model: Llama, Mistral, Qwen2, Qwen3, Mixtral or DeepSeek-V3.
+    """Import a Hugging Face model: Llama, Mistral, Mixtral, Qwen2, Qwen3, Gemma 2 and 3, gpt-oss or DeepSeek-V3.
 
     A recipe starts from it with `weights = "OUT"`. Ends by comparing logits with transformers; exit code 1 if they
     differ by more than the tolerance.
@@ -33,11 +34,11 @@ def import_hf(
     from danlu.framework.hf.compare import load_imported_decoder
 
     with weights_progress() as on_progress:
-        imported = convert.import_hf(folder, output, on_progress)
+        imported = convert.import_hf(folder, output, on_progress, mtp=mtp)
     for key in imported.ignored_keys:
         typer.echo(f"ignored, because Danlu does not know it: {key}", err=True)
     if imported.left_out:
-        typer.echo(f"left out, because Danlu's model does not have it: {imported.left_out}", err=True)
+        typer.echo(f"left out: {imported.left_out}", err=True)
     model = imported.model
     figures = {"folder": str(output), "architecture": imported.family.architecture}
     raise typer.Exit(

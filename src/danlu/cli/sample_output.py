@@ -11,7 +11,7 @@ from danlu.spec import RunFolder
 from danlu.spec.recipe import Access
 from danlu.spec.samples import SampleSet
 from danlu.storage.access import restore_umask, set_umask
-from danlu.storage.store.atomic_files import atomic_replace, make_dirs_durable
+from danlu.storage.sample_files import write_samples
 
 
 class SamplePrinter:
@@ -61,8 +61,7 @@ def save_samples(run: RunFolder, access: Access, samples: SampleSet) -> Path:
     try:
         with restore_umask():
             set_umask(access)
-            make_dirs_durable(run.samples)
-            atomic_replace(path, samples.model_dump_json(indent=2) + "\n")
+            write_samples(run, samples)
             _, trouble = update_page(run)
     except OSError as error:
         fail(f"{path} cannot be written: {error.strerror}")

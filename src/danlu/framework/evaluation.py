@@ -1,38 +1,28 @@
-"""Loss on held-out data, on any layout, between two steps."""
+"""Loss on held-out data and samples of text, on any layout, between two steps."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchLoader
-from danlu.framework.build import make_adapter
+from danlu.framework.forward_only import evaluation_mode, make_forward, microbatch_rows
+from danlu.framework.prompt_sampler import PromptSampler
 from danlu.framework.state import TrainState
 from danlu.parallel.batch import IGNORE_INDEX, Batch
-from danlu.parallel.forward_pipeline import ForwardPipeline
-from danlu.parallel.fsdp import reshard_all
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.spec.event import EvaluationEvent
 from danlu.spec.recipe import Recipe
+from danlu.spec.samples import Sample
 from danlu.storage.data.held_out import HeldOutSamples
 from danlu.storage.data.open_shards import open_shards
 from danlu.storage.data.token_shards import OnWarning
 
-LogitsLoss = Callable[[Tensor, int], Tensor]
-"""The loss of a microbatch by its logits and its number."""
-
-
-class Forward(Protocol):
-    """Forward passes of microbatches on this rank and those it shares layers with."""
-
-    def __call__(self, microbatches: Sequence[Batch], loss: LogitsLoss) -> list[Tensor]:
-        """The losses of all microbatches; none on ranks without the last stage."""
-        ...
+SaveSamples = Callable[[int, list[Sample]], None]
+"""Keeps the samples of a step; called on every rank."""
 
 
 @dataclass
@@ -48,7 +38,7 @@ class _HeldOut:
 
 
 class Evaluation:
-    """Evaluates the recipe's held-out data sets. All ranks create one, and call it, together."""
+    """Evaluates held-out data sets and continues prompts. All ranks create one, and call it, together."""
 
     def __init__(
         self,
@@ -57,14 +47,17 @@ class Evaluation:
         state: TrainState,
         on_warning: OnWarning,
         report_phase: Callable[[str], None] = lambda phase: None,
+        sampler: PromptSampler | None = None,
+        save_samples: SaveSamples = lambda step, samples: None,
     ) -> None:
         """`report_phase` is told what is being evaluated, and nothing when training goes on."""
         self.report_phase = report_phase
+        self._sampler, self._save_samples = sampler, save_samples
         self.every, self.steps = recipe.evaluation.every, recipe.steps
         self._mesh, self._modules = mesh, state.stage_modules
         self._vocabulary, self._length = recipe.model.vocabulary, recipe.batch.length
-        self._forward = _make_forward(recipe, mesh, state.stage_modules)
-        self._microbatch = recipe.batch.sequences // mesh.plan.degrees.dp // mesh.plan.microbatches
+        self._forward = make_forward(recipe, mesh, state.stage_modules)
+        self._microbatch = microbatch_rows(recipe, mesh)
         self._sets = {source.name: self._open(recipe, source.shards, on_warning) for source in recipe.evaluation.data}
 
     def _open(self, recipe: Recipe, where: str, on_warning: OnWarning) -> _HeldOut:
@@ -87,9 +80,16 @@ class Evaluation:
         return _HeldOut(samples, loader, batch.sequences)
 
     def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
-        """Evaluate if it is time to: at step 0 and every `every` steps, and at the end of the run."""
-        due = state.step == self.steps or (self.every and state.step % self.every == 0)
-        return self.run(state.step) if due else None
+        """Evaluate and sample if it is time to: at step 0 and every `every` steps, and at the end of the run."""
+        if state.step != self.steps and not (self.every and state.step % self.every == 0):
+            return None
+        if self._sampler is not None:
+            self.report_phase("sampling")
+            with evaluation_mode(self._modules):
+                samples = self._sampler.run(self._forward)
+            self._save_samples(state.step, samples)
+            self.report_phase("")
+        return self.run(state.step) if self._sets else None
 
     def run(self, step: int) -> EvaluationEvent:
         """Evaluate every data set; `step` is that of the event."""
@@ -140,37 +140,3 @@ class Evaluation:
             return cross_entropy_sum(logits[:rows], wanted, group, masked=batch.counted is not None)
 
         return self._forward(batch.microbatches(len(batch.tokens) // self._microbatch), loss)
-
-
-def _make_forward(recipe: Recipe, mesh: ParallelMesh, modules: Sequence[nn.Module]) -> Forward:
-    plan = mesh.plan
-    if plan.degrees.pp == 1:
-        return _WholeModel(modules[0])
-    group = mesh.group("pp")
-    assert group is not None
-    stages = plan.stages_of_rank(mesh.coordinate("pp"))
-    return ForwardPipeline(plan, modules, stages, make_adapter(recipe, plan).stage_io_meta, mesh.device, group)
-
-
-@dataclass(frozen=True)
-class _WholeModel:
-    """Forward passes without a pipeline."""
-
-    module: nn.Module
-
-    @torch.no_grad()
-    def __call__(self, microbatches: Sequence[Batch], loss: LogitsLoss) -> list[Tensor]:
-        return [loss(self.module(each.tokens, **each.model_inputs), number) for number, each in enumerate(microbatches)]
-
-
-@contextmanager
-def evaluation_mode(stage_modules: Sequence[nn.Module]) -> Iterator[None]:
-    """No dropout inside; afterwards the modules train again, and their parameters are sharded as after a step."""
-    for module in stage_modules:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in stage_modules:
-            module.train()
-            reshard_all(module)

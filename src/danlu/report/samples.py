@@ -61,7 +61,12 @@ def _sample(group: SampleSet, sample: Sample) -> str:
     )
 
 
-_ENDED = {"end of text": "ended by the model", "tokens": "", "context": "the context was full"}
+_ENDED = {
+    "end of text": "ended by the model",
+    "tokens": "",
+    "context": "the context was full",
+    "not finite": "the model's numbers were not finite",
+}
 
 
 def _clip(text: str) -> str:

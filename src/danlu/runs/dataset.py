@@ -27,8 +27,18 @@ def ensure_dataset(recipe: ParsedSpec[Recipe], console: Console) -> None:
         key_path = ("data", "sources", number, "shards") if data.sources else ("data", "shards")
         _ensure_source(recipe, key_path, source, tokenizer, console)
     ensure_held_out(recipe, console)
+    _check_prompts(recipe, tokenizer)
     # raises if it has not one sample
     MixtureDataset.from_recipe(data, value.batch.length, value.seed, on_warning=print_warning)
+
+
+def _check_prompts(recipe: ParsedSpec[Recipe], tokenizer: Tokenizer) -> None:
+    """Every prompt of the evaluation leaves room for a token in a sequence."""
+    length = recipe.value.batch.length
+    for number, prompt in enumerate(recipe.value.evaluation.prompts):
+        if (tokens := len(tokenizer.encode(prompt))) >= length:
+            message = f"has {tokens:,} tokens, but a sequence has {length:,}, and must have one more than the prompt"
+            raise SpecError([recipe.problem(f"evaluation.prompts[{number}]", message, "a shorter prompt")])
 
 
 def ensure_held_out(recipe: ParsedSpec[Recipe], console: Console) -> None:

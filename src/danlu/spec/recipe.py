@@ -106,7 +106,7 @@ class EvaluationSource(ShardSource):
 
 
 class EvaluationConfig(SpecModel):
-    """Loss on held-out data: before the first step, every so many steps, and at the end of the run."""
+    """Loss on held-out data, and samples: before the first step, every so many steps, and at the end of the run."""
 
     every: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps between evaluations; 0 evaluates only at the end of the run."""
@@ -114,6 +114,13 @@ class EvaluationConfig(SpecModel):
     """Tokens to read of each data set, in sequences spread evenly over it; all of it if it has fewer."""
     data: TupleOf[EvaluationSource] = Field(default=(), max_length=1_000)
     """Held-out data sets, each with a loss of its own."""
+    prompts: TupleOf[Annotated[str, Field(max_length=1 << 20)]] = Field(default=(), max_length=64)
+    """Texts that the model continues with the tokens it finds most likely; an empty one begins a text of its own.
+
+    The samples are in the run's folder and on its page. Every token takes a forward pass over a full sequence.
+    """
+    sample_tokens: PositiveInt = 64
+    """Most tokens of a sample; together with its prompt it has at most `batch.length`."""
 
 
 class BatchRampStage(SpecModel):

@@ -11,8 +11,9 @@ from danlu.spec.event import Timestamp
 MAX_SAMPLES_BYTES = 8 << 20
 """Largest file of samples."""
 
-SampleEnd = Literal["end of text", "tokens", "context"]
-"""Why a sample ended: the model said so, it has as many tokens as asked for, or the model's context is full."""
+SampleEnd = Literal["end of text", "tokens", "context", "not finite"]
+"""Why a sample ended: the model said so, it has as many tokens as asked for, the context is full, or the model's
+numbers are not finite."""
 
 
 class Sample(SpecModel):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.module_structure import ModuleStructure
-from danlu.framework.decoder.moe import LocalDispatcher
+from danlu.framework.decoder.moe import LocalDispatcher, through_experts
 from danlu.parallel.expert import AllToAllDispatcher, shard_experts
 from danlu.spec.divisors import closest_divisor
 from danlu.spec.plan import Plan
@@ -149,13 +149,11 @@ def _replace_forward(experts: nn.Module, dispatcher: nn.Module, count: int) -> N
 
 def _forward(experts: nn.Module, count: int, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """What the module's own forward computes: every token's sum over its experts, by their weights."""
-    chosen_N, top_k = index_TK.flatten(), index_TK.shape[-1]
+    chosen_N = index_TK.flatten()
     counts_E = torch.zeros(count, dtype=torch.int64, device=hidden_TD.device)
     counts_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
-    order_N = chosen_N.argsort(stable=True)
-    y_ND = experts.get_submodule("dispatcher")(hidden_TD[order_N // top_k], counts_E, partial(_compute, experts))
-    back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
-    y_TKD = y_ND[back_N].unflatten(0, (-1, top_k))
+    dispatcher = experts.get_submodule("dispatcher")
+    y_TKD = through_experts(hidden_TD, index_TK, counts_E, dispatcher, partial(_compute, experts))
     return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
 
 

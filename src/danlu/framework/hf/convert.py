@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from danlu.framework.hf.config import (
@@ -32,7 +33,7 @@ from danlu.framework.hf.tokenizer import GENERATION_FILE, ExportTokenizer
 from danlu.framework.weights import WEIGHTS_FILE_PREFIX, buffer_shapes, parameter_shapes
 from danlu.spec import toml
 from danlu.spec.byte_format import format_bytes
-from danlu.spec.model import Model
+from danlu.spec.model import Model, Mtp
 from danlu.spec.problem import SpecError, problem_at
 from danlu.storage.checkpoint.safetensors_io import (
     SHARD_BYTES,
@@ -86,10 +87,17 @@ class _TensorMapping:
 
 
 def import_hf(
-    folder: Path, output: Path, on_progress: OnProgress = lambda done, total: None, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    output: Path,
+    on_progress: OnProgress = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+    mtp: bool = False,
 ) -> ImportResult:
-    """Import a Hugging Face model into `output`: `model.toml`, weights under Danlu's names, the tokenizer's files."""
-    config, model, source = open_hf(folder)
+    """Import a Hugging Face model into `output`: `model.toml`, weights under Danlu's names, the tokenizer's files.
+
+    With `mtp` also its modules of multi-token prediction.
+    """
+    config, model, source = open_hf(folder, mtp)
     with _atomic_output_dir(output) as partial_output:
         write_safetensors(partial_output, WEIGHTS_FILE_PREFIX, source.entries(), on_progress, shard_bytes)
         (partial_output / HF_CONFIG_DIR).mkdir()
@@ -101,10 +109,15 @@ def import_hf(
     return ImportResult(model, source.family, unknown_keys(config, source.family), source.left_out())
 
 
-def open_hf(folder: Path) -> tuple[HFConfig, Model, "HFWeights"]:
-    """A Hugging Face folder whose configuration Danlu supports, and whose tensors are those of the configuration."""
+def open_hf(folder: Path, mtp: bool = False) -> tuple[HFConfig, Model, "HFWeights"]:
+    """A Hugging Face folder whose configuration Danlu supports, and whose tensors are those of the configuration.
+
+    With `mtp` the model has the modules of multi-token prediction that its configuration says.
+    """
     config, family = read_config(folder / CONFIG_FILE)
     model = model_from_config(config, family, folder.resolve().name)
+    if mtp:
+        model = model.model_copy(update={"mtp": _configured_mtp(config, family)})
     weights = SafetensorsReader(folder, HF_FILE_PREFIX)
     _check_layers(config, family, model, weights)
     source = HFWeights(weights, model, family)
@@ -165,6 +178,19 @@ def _left_out(model: Model, family: ModelFamily, dtype: torch.dtype) -> str:
         f"tensors, {size}, from {next(iter(shapes))} on; the main model does not need them, and the run's checkpoint "
         "keeps them"
     )
+
+
+def _configured_mtp(config: HFConfig, family: ModelFamily) -> Mtp:
+    """The modules of multi-token prediction of a configuration."""
+    key = "num_nextn_predict_layers"
+    if not family.mtp_names:
+        message, hint = f"is {family.model_type}, which has no modules of multi-token prediction", "leave --mtp out"
+        raise SpecError([config.problem("model_type", message, hint)])
+    try:
+        return Mtp(depth=config.get(key))
+    except ValidationError:
+        message = f"is {config.get(key)!r}, so there is no module of multi-token prediction to import"
+        raise SpecError([config.problem(key, message, "leave --mtp out")]) from None
 
 
 def _check_layers(config: HFConfig, family: ModelFamily, model: Model, weights: SafetensorsReader) -> None:
@@ -240,12 +266,18 @@ def _export_entries(model: Model, family: ModelFamily, read: ReadTensor, dtype: 
         experts, inputs, outputs = shapes[name]
         for expert in range(experts):
             yield WeightEntry(mapping.hf(expert), (outputs, inputs), dtype, partial(one, name, expert))
-    for module in range(model.mtp_depth):
-        for pair in family.mtp_names:
-            if not pair.danlu.startswith("mtp."):  # a table that the module shares with the model
-                table = "embed.token.weight" if model.tied else pair.danlu
-                copy = _TensorMapping(pair, str(model.layers + module)).hf()
-                yield WeightEntry(copy, shapes[table], dtype, partial(one, table, None))
+    for copy, table in _table_copies(model, family).items():
+        yield WeightEntry(copy, shapes[table], dtype, partial(one, table, None))
+
+
+def _table_copies(model: Model, family: ModelFamily) -> dict[str, str]:
+    """Hugging Face's copies of the tables that modules of multi-token prediction share with the model: whose copy."""
+    return {
+        _TensorMapping(pair, str(model.layers + module)).hf(): "embed.token.weight" if model.tied else pair.danlu
+        for module in range(model.mtp_depth)
+        for pair in family.mtp_names
+        if not pair.danlu.startswith("mtp.")
+    }
 
 
 class HFWeights:
@@ -257,6 +289,7 @@ class HFWeights:
         self.family = family
         self.shapes = weight_shapes(model, family)
         self.mappings = _tensor_mappings(model, family)
+        self.table_copies = _table_copies(model, family)
         self.stacked = _has_stacks(weights)
 
     def check(self) -> None:
@@ -267,6 +300,7 @@ class HFWeights:
         if problems := self.weights.find_mismatches(expected, self._is_redundant):
             raise SpecError(problems)
         self._check_tied_head()
+        self._check_table_copies()
 
     def left_out(self) -> str:
         """What of the weights Danlu's model does not have, with its size; empty if nothing."""
@@ -322,8 +356,9 @@ class HFWeights:
                 yield self.weights.read(source, (expert, first, 0), (1, height, columns))[0].T
 
     def _is_redundant(self, name: str) -> bool:
-        """Tensors that need not be imported: the family's, and a head tied to the embedding."""
-        return self.family.is_redundant(name, self.model) or (self.model.tied and name == "lm_head.weight")
+        """Tensors that need not be imported: the family's, a head tied to the embedding, copies of tables."""
+        tied = self.model.tied and name == "lm_head.weight"
+        return self.family.is_redundant(name, self.model) or tied or name in self.table_copies
 
     def _check_tied_head(self) -> None:
         if not self.model.tied or "lm_head.weight" not in self.weights.names:
@@ -332,6 +367,14 @@ class HFWeights:
             message = "differs from the embedding, but the configuration says tie_word_embeddings = true"
             hint = "tie_word_embeddings = false, if the head is a separate matrix"
             raise SpecError([problem_at(self.weights.folder, 1, "lm_head.weight", message, hint)])
+
+    def _check_table_copies(self) -> None:
+        for copy, table in self.table_copies.items():
+            theirs = self.mappings[table].hf()
+            if copy in self.weights.names and not torch.equal(self.weights.read(copy), self.weights.read(theirs)):
+                message = f"differs from {theirs}, but Danlu's modules of multi-token prediction share this table"
+                hint = "leave --mtp out: the main model does not need them"
+                raise SpecError([problem_at(self.weights.folder, 1, copy, message, hint)])
 
 
 def _woven_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

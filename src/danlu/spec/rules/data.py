@@ -69,15 +69,17 @@ def remote_is_known(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
 
 
 def evaluation_is_used(recipe: ParsedSpec[Recipe]) -> Iterator[Problem]:
-    """Without held-out data there is nothing to evaluate."""
+    """Without held-out data or prompts there is nothing to evaluate or to continue."""
     evaluation = recipe.value.evaluation
-    for name in ("every", "tokens"):
-        if not evaluation.data and getattr(evaluation, name) != getattr(EvaluationConfig(), name):
-            yield recipe.problem(
-                f"evaluation.{name}",
-                "is set, but `evaluation.data` names no data set, so it would be ignored",
-                'data = [{ name = "held-out", shards = "…" }]',
-            )
+    no_data, no_prompts = "`evaluation.data` names no data set", "`evaluation.prompts` has no prompt"
+    data, prompts = 'data = [{ name = "held-out", shards = "…" }]', 'prompts = ["…"]'
+    for name, needed, missing, remedy in (
+        ("every", evaluation.data or evaluation.prompts, f"{no_data} and {no_prompts}", data),
+        ("tokens", evaluation.data, no_data, data),
+        ("sample_tokens", evaluation.prompts, no_prompts, prompts),
+    ):
+        if not needed and getattr(evaluation, name) != getattr(EvaluationConfig(), name):
+            yield recipe.problem(f"evaluation.{name}", f"is set, but {missing}, so it would be ignored", remedy)
     if evaluation.data and evaluation.tokens < recipe.value.batch.length:
         yield recipe.problem(
             "evaluation.tokens",

@@ -66,6 +66,11 @@ class MixtureDataset:
         """Whether the loss does not count all tokens of some source."""
         return any(shards.index.has_loss_mask for shards in self.sources)
 
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends a document; the data sets of a mixture have the same tokenizer."""
+        return self.sources[0].index.end_of_text
+
     def read_samples(self, indices: IntArray) -> IntArray:
         """Samples at these indices, as rows of `length + 1` tokens: int64 [n, length + 1]."""
         return self._read_rows(indices, ShuffledDataset.read_samples)

@@ -84,7 +84,7 @@ _MTP = (
 
 
 class DeepseekV3(ModelFamily):
-    """`DeepseekV3ForCausalLM`; an import leaves its layers for multi-token prediction out, an export writes them."""
+    """`DeepseekV3ForCausalLM`; its layers for multi-token prediction are imported if asked for, and exported."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -128,7 +128,7 @@ class DeepseekV3(ModelFamily):
         "ep_size": 1,
     }
     experts_key = "n_routed_experts"
-    left_out_title = "layers for multi-token prediction"
+    left_out_title = "layers for multi-token prediction (--mtp imports them)"
     traits = ("mla", "moe", "moe.shared", "moe.score")
     optional_traits = (
         "moe.dense_layers",
@@ -165,6 +165,6 @@ class DeepseekV3(ModelFamily):
         return super().is_redundant(name, model) or self.is_left_out(name, model)
 
     def is_left_out(self, name: str, model: Model) -> bool:
-        """Layers for multi-token prediction, which come after the model's."""
-        parts = name.split(".")
-        return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= model.layers
+        """Layers for multi-token prediction, which come after the model's, beyond those that the model has."""
+        parts, kept = name.split("."), model.layers + model.mtp_depth
+        return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= kept
