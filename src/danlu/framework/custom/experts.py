@@ -149,11 +149,11 @@ def _replace_forward(experts: nn.Module, dispatcher: nn.Module, count: int) -> N
 
 def _forward(experts: nn.Module, count: int, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """What the module's own forward computes: every token's sum over its experts, by their weights."""
-    chosen_N = index_TK.flatten()
+    chosen_N, top_k = index_TK.flatten(), index_TK.shape[-1]
     counts_E = torch.zeros(count, dtype=torch.int64, device=hidden_TD.device)
     counts_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
     dispatcher = experts.get_submodule("dispatcher")
-    y_TKD = through_experts(hidden_TD, index_TK, counts_E, dispatcher, partial(_compute, experts))
+    y_TKD = through_experts(hidden_TD, index_TK, top_k, counts_E, dispatcher, partial(_compute, experts))
     return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
 
 

@@ -199,12 +199,15 @@ class LocalDispatcher(nn.Module):
 def through_experts(
     x_TD: Tensor,
     chosen_TK: Tensor,
+    top_k: int,
     counts_E: Tensor,
     dispatcher: nn.Module,
     experts: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """What its chosen experts make of every token, `[T, K, D]`: copies go to them sorted by expert, and come back."""
-    top_k = chosen_TK.shape[-1]
+    """What its chosen experts make of every token, `[T, K, D]`: copies go to them sorted by expert, and come back.
+
+    `top_k` is K, as a number that torch.compile need not guard.
+    """
     order_N = chosen_TK.flatten().argsort(stable=True)
     y_ND: Tensor = dispatcher(x_TD[order_N // top_k], counts_E, experts)
     back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -216,6 +219,7 @@ class MoeLayer(nn.Module):
 
     def __init__(self, width: int, moe: Moe, activation: str, shared: nn.Module | None) -> None:
         super().__init__()
+        self.top_k = moe.top_k
         self.router = Router(width, moe)
         self.dispatcher: nn.Module = LocalDispatcher()
         self.experts = Experts(width, moe, activation)
@@ -224,7 +228,7 @@ class MoeLayer(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Send every token to its experts and sum their weighted outputs."""
         chosen, weights, counts_E, loss = self.router(x_BSD)
-        y_TKD = through_experts(x_BSD.flatten(0, 1), chosen, counts_E, self.dispatcher, self.experts)
+        y_TKD = through_experts(x_BSD.flatten(0, 1), chosen, self.top_k, counts_E, self.dispatcher, self.experts)
         y_BSD = (y_TKD * weights.unsqueeze(-1).type_as(y_TKD)).sum(1).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
