@@ -432,3 +432,43 @@ def _flash_kernel(query: Tensor, added: Tensor | None) -> str | None:
     narrow = query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     half = query.dtype in (torch.bfloat16, torch.float16)
     return "accelerator" if known and narrow and half and added is None else None
+
+
+BeforeCollective = Callable[[str, tuple[Any, ...]], int]
+AfterCollective = Callable[[int, dist.Work | None], None]
+_observer: tuple[BeforeCollective, AfterCollective] | None = None
+_observed: dict[str, Any] = {}
+_c10d = torch.library.Library("c10d", "IMPL")
+
+
+def observe_collectives(
+    operators: Sequence[str], before: BeforeCollective | None, after: AfterCollective | None
+) -> None:
+    """Have every call of these c10d operators in this process seen: `before` it by name and arguments, `after` it.
+
+    Without `before` and `after` nobody sees them any more. All paths lead through these operators, also from C++, and
+    only their kernels can be put in front of a backend: there is no public hook that all backends have.
+    """
+    global _observer
+    _observer = (before, after) if before is not None and after is not None else None
+    for name in operators:
+        if name not in _observed:
+            _observed[name] = getattr(torch.ops.c10d, name).default
+            _c10d.impl(name, _observing_kernel(name, _observed[name]), "Autograd", with_keyset=True)
+
+
+def _observing_kernel(name: str, operator: Any) -> Callable[..., Any]:
+    below = torch._C._after_autograd_keyset
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        observer = _observer
+        if observer is None:
+            return operator.redispatch(keys & below, *args)
+        before, after = observer
+        ticket = before(name, args)
+        result = operator.redispatch(keys & below, *args)
+        boxed = result[-1] if isinstance(result, tuple | list) else result
+        after(ticket, dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None)
+        return result
+
+    return kernel

@@ -4,8 +4,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -15,6 +15,14 @@ from typing import Literal, Self
 from danlu.chips.descriptor import ChipDescriptor
 from danlu.chips.registry import find_chip
 from danlu.comm.connection_check import check_connections, unauthorized_connection_error
+from danlu.comm.flight_record import (
+    FlightRecordError,
+    FlightWriter,
+    flight_path,
+    make_flight_folder,
+    stack_path,
+)
+from danlu.comm.flight_recorder import FlightRecorder
 from danlu.comm.launcher_link import LauncherLink
 from danlu.comm.mesh import ParallelMesh, build_mesh
 from danlu.comm.peak_flops import PeakCacheKey, measure_peak
@@ -33,11 +41,12 @@ from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.precision import DTYPES
 from danlu.framework.prompt_sampler import PromptSampler
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
-from danlu.framework.stages import EvaluationStage, NoEvaluation
+from danlu.framework.stages import EvaluationStage, NoEvaluation, NoProgress, ProgressStage
 from danlu.framework.step_guard import stop_on_signal
 from danlu.framework.train_data import TrainData
 from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights
+from danlu.resilience.stacks import dump_stacks_on_signal
 from danlu.spec import (
     Cluster,
     EndEvent,
@@ -95,9 +104,14 @@ def run_worker(
     link = link or LauncherLink()
     session = None
     try:
-        with stop_on_signal() as stop, nullcontext() if locked or rank_info.rank else run_lock.acquire(run):
+        with ExitStack() as stack, stop_on_signal() as stop:
+            stack.enter_context(nullcontext() if locked or rank_info.rank else run_lock.acquire(run))
             link.report_phase("waiting for the other ranks" if rank_info.world_size > 1 else "building the model")
-            with Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache) as session:
+            trains = evaluate_step is None and profile is None
+            recorder = _flight_recorder(run, rank_info.rank) if trains else nullcontext(NoProgress())
+            progress = stack.enter_context(recorder)
+            session = Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache, progress=progress)
+            with session:
                 if evaluate_step is not None:
                     session.evaluate(evaluate_step)
                 elif profile is not None:
@@ -109,6 +123,29 @@ def run_worker(
         step = session.step if session is not None else None
         _record_failure(run, rank_info.rank, step, unauthorized or error, link)
         raise
+
+
+@contextmanager
+def _flight_recorder(run: RunFolder, rank: int) -> Iterator[ProgressStage]:
+    """Record what this rank does where others of this host can read it, also after its death.
+
+    A host without room for that is told in the rank's log, and the run goes on.
+    """
+    try:
+        make_flight_folder(run.path)
+        dump_stacks_on_signal(run.path, rank)
+        writer = FlightWriter(flight_path(run.path, rank), rank)
+    except (FlightRecordError, OSError) as error:
+        sys.stderr.write(f"rank {rank}: nothing will be known about a hang of this rank: {error}\n")
+        yield NoProgress()
+        return
+    recorder = FlightRecorder(writer)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+    stack_path(run.path, rank).unlink(missing_ok=True)  # not after a failure: `danlu why` reads what is left
+    writer.remove()
 
 
 def _record_failure(run: RunFolder, rank: int, step: int | None, error: Exception, link: LauncherLink) -> None:
@@ -151,10 +188,11 @@ class Session:
         *,
         generation: int = 0,
         peak_cache: Path | None = None,
+        progress: ProgressStage | None = None,
     ) -> None:
         """Join the world of all ranks that meet at `store`; returns when they are there."""
         self.run, self.rank_info, self.link = run, rank_info, link or LauncherLink()
-        self.peak_cache = peak_cache
+        self.peak_cache, self.progress = peak_cache, progress or NoProgress()
         self.step: int | None = None
         """Steps done when training ended, however it ended; None before it began."""
         self.recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
@@ -221,7 +259,7 @@ class Session:
                 for event in (started, *_add_continuity(events.waiting, self.run, data.dataset)):
                     writer.write(event)
             memory_peak = self.chip.runtime.max_memory
-            stages = TrainStages(data, forward_backward, manager, evaluation, events, stop, memory_peak)
+            stages = TrainStages(data, forward_backward, manager, evaluation, events, stop, memory_peak, self.progress)
             try:
                 run_training_loop(recipe, state, mesh, stages)
                 manager.close()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from danlu.cli import rm as rm_command
 from danlu.cli.app import app
+from danlu.comm.flight_record import flight_folder, make_flight_folder
 from danlu.spec import EndEvent, Plan, RunFolder, toml
 from danlu.storage import run_lock
 from danlu.storage.run_lock import LockHolder, RunError, acquire, read_holder
@@ -216,6 +217,9 @@ def test_rm_refuses_a_running_run_and_asks_before_it_removes_one(
     freed: list[RunFolder] = []
     monkeypatch.setattr(rm_command, "free_run_memory", lambda found: freed.append(found) or 3 << 20)
     (run.checkpoints / "step-00000004").mkdir(parents=True)
+    run.samples.mkdir()
+    make_flight_folder(run.path)
+    records = flight_folder(run.path)
     with held(run):
         assert "is running" in failure(danlu("rm", str(run.path), "--yes"))
     asked = CliRunner().invoke(app, ["rm", str(run.path)], input="n\n")
@@ -225,6 +229,7 @@ def test_rm_refuses_a_running_run_and_asks_before_it_removes_one(
     assert removed.exit_code == 0, removed.output
     assert "live is removed and 3.1 MB of shared memory" in removed.output
     assert not run.path.exists() and freed == [run]
+    assert not records.exists()
 
 
 def test_rm_removes_no_folder_that_holds_anything_else(run: RunFolder) -> None:

@@ -28,6 +28,7 @@ from danlu.cli.show import show
 from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
 from danlu.cli.stop import stop
 from danlu.cli.train import train
+from danlu.cli.why import why
 from danlu.report.terminal import escape_streams
 from danlu.spec import SpecError
 from danlu.spec.text import printable
@@ -76,6 +77,7 @@ app.command()(launch)
 app.command()(stop)
 app.command()(runs)
 app.command()(show)
+app.command()(why)
 app.command()(compare)
 app.command()(evaluate)
 app.command()(sample)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from danlu.cli.run_options import RunArgument, RunsDirOption
+from danlu.comm.flight_record import remove_flights
 from danlu.report import formatting
 from danlu.report.run_history import read_run_history
 from danlu.report.run_tables import find_run
@@ -18,7 +19,7 @@ from danlu.storage.run_lock import RunError
 _RUN_FILES = {
     *("recipe.toml", "plan.toml", "cluster.toml", "events.jsonl", "data.jsonl", "report.html", "report.html.part"),
     *("events", "tensorboard", "checkpoints", "logs", "ranks.json", "job.json", "job.sbatch", ".lock"),
-    *(".recipe.toml.new", ".plan.toml.new", ".cluster.toml.new"),
+    *("samples", "wandb", "wandb-id", ".recipe.toml.new", ".plan.toml.new", ".cluster.toml.new"),
 }
 """Files that Danlu itself writes into a run folder."""
 
@@ -39,6 +40,7 @@ def rm(
             raise typer.Exit(1)
         elsewhere = _remaining_copies(found)
         freed = free_run_memory(found)
+        remove_flights(found.path)
         try:
             _remove_run_folder(found)
         except OSError as error:

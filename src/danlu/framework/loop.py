@@ -18,6 +18,8 @@ from danlu.framework.stages import (
     MetricsStage,
     NoCheckpoints,
     NoEvaluation,
+    NoProgress,
+    ProgressStage,
 )
 from danlu.framework.state import TrainState
 from danlu.framework.step_guard import Verdict
@@ -48,6 +50,7 @@ class TrainStages:
     """Whether this rank was asked to stop; all ranks stop after the same step."""
     memory_peak: Callable[[], int] = _unknown_memory
     """Largest memory of this rank so far, in bytes."""
+    progress: ProgressStage = field(default_factory=NoProgress)
     compute_metrics: MetricsStage = compute_step_metrics
     """Global loss, norm and stop request; a dry run has its own, because its tensors have no values to read."""
 
@@ -77,16 +80,19 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
         state.guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
         last |= state.step == recipe.steps
 
+        stages.progress.enter_phase("last save" if last else "saving", state.step)
         for warning in stages.data.pop_warnings():
             stages.events.warn(warning)
         was_due = stages.checkpoints.save_if_due(state, last)  # in the background; the last one is waited for
         if was_due and not last:
+            stages.progress.enter_phase("refreshing data", state.step)
             stages.data.refresh(state.cursor)  # a broadcast: all ranks read appended data from the same sample on
     if state.step == recipe.steps:
         _evaluate_if_due(state, stages)
 
 
 def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:
+    stages.progress.enter_phase("evaluating", state.step)
     if (evaluated := stages.evaluation.run_if_due(state)) is not None:
         stages.events.write(evaluated)
 
@@ -95,19 +101,23 @@ def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: Tra
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
     sequences, scaler = recipe.batch.sequences_at(state.cursor), state.loss_scaler
+    stages.progress.enter_phase("reading data", state.step)
     batch = stages.data.at(state.cursor)
     state.seed_step(mesh.dp_rank)  # ranks that share sequences draw the same random numbers
     counted = all_reduce_counted(batch, mesh)  # None where all targets count, without asking other ranks
     if scaler:
         scaler.set_auxiliary(state.stage_modules)
+    stages.progress.enter_phase("forward and backward", state.step)
     loss = stages.forward_backward(batch, counted)
     stop = stages.stop_requested() or stages.checkpoints.too_many_failures
+    stages.progress.enter_phase("metrics", state.step)
     metrics = stages.compute_metrics(state.stage_modules, mesh, loss, stages.memory_peak(), stop)  # all-reduces
 
     if scaler:
         metrics = scaler.unscaled(metrics)
     rate = learning_rate(state.step, recipe.steps, recipe.optimizer, recipe.schedule)
     verdict = state.guard.judge(metrics.loss, metrics.norm, state.step + 1, scaler is not None and scaler.can_back_off)
+    stages.progress.enter_phase("update", state.step)
     if verdict.applied:
         if scaler:
             scaler.unscale_gradients(state.parameters())

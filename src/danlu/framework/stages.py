@@ -70,6 +70,14 @@ class EventSink(Protocol):
         ...
 
 
+class ProgressStage(Protocol):
+    """Hears where in a step this rank is; `FlightRecorder` is the one of a run."""
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """This rank is now at `phase` of the step after `step`."""
+        ...
+
+
 class MetricsStage(Protocol):
     """`compute_step_metrics`, or what stands for it where tensors have no values."""
 
@@ -121,6 +129,13 @@ class NoEvaluation:
     def run_if_due(self, state: TrainState) -> EvaluationEvent | None:
         """Never."""
         return None
+
+
+class NoProgress:
+    """Tells nobody."""
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Ignore it."""
 
 
 class IgnoreEvents:

@@ -64,13 +64,13 @@ class ForwardPipeline:
         self.stage_io_meta, self.device, self.group = stage_io_meta, device, group
 
     @torch.no_grad()
-    def __call__(self, microbatches: Sequence[Batch], loss: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        """The loss of every microbatch by its logits and number; nothing on ranks without the last stage.
+    def __call__(self, microbatches: Sequence[Batch], read_logits: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+        """What is read of every microbatch's logits, by its number; nothing on ranks without the last stage.
 
         The modules are in the mode the caller chose; parameters may stay gathered.
         """
         inputs = {StageForward(0, number): each.tokens for number, each in enumerate(microbatches)}
-        losses: list[Tensor] = []
+        found: list[Tensor] = []
         for turn in forward_turns(self.stage_ranks, len(microbatches)):
             outputs: dict[StageForward, Tensor] = {}
             mine = turn.get(self.group.rank())
@@ -78,11 +78,11 @@ class ForwardPipeline:
                 given = microbatches[mine.microbatch].model_inputs
                 output = self.stage_modules[mine.stage](inputs.pop(mine), **given)
                 if mine.stage == len(self.stage_ranks) - 1:
-                    losses.append(loss(output, mine.microbatch))
+                    found.append(read_logits(output, mine.microbatch))
                 else:
                     outputs[mine] = output
             self._exchange(turn, outputs, inputs)
-        return losses
+        return found
 
     def _exchange(
         self, turn: dict[int, StageForward], outputs: dict[StageForward, Tensor], inputs: dict[StageForward, Tensor]

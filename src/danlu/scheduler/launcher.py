@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from danlu.spec import EndEvent, RunFolder, SpikeEvent, StartEvent, StepEvent
+from danlu.resilience.describe import describe_diagnosis
+from danlu.resilience.diagnosis import Diagnosis
+from danlu.spec import EndEvent, RunFolder, SpikeEvent, StartEvent, StepEvent, WarningEvent
 
 EXIT_STOPPED = 3
 """Exit code of a run that was stopped before its last step: a shell does not run what follows `&&`."""
@@ -80,6 +83,14 @@ def follow(
         if not progress.is_running:
             return launcher.result()
         sleep(launcher.poll_seconds)
+
+
+def record_hang(run: RunFolder, found: Diagnosis, quiet: float) -> None:
+    """Append that a run does not go on, and who keeps it from that; a full disk is no reason to end it."""
+    message = f"no progress for {quiet:.1f} s: {describe_diagnosis(found)}; `danlu why {run.name}` shows more"
+    rank = found.culprits[0].rank if found.culprits else 0
+    with suppress(OSError), run.events.open("a") as events:
+        events.write(WarningEvent(time=time.time(), rank=rank, message=message).model_dump_json() + "\n")
 
 
 def record_end(run: RunFolder, outcome: Literal["failed", "stopped"], message: str) -> None:

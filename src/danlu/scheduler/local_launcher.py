@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from danlu.comm.launcher_link import RankLinks
-from danlu.scheduler.launcher import LaunchProgress, LaunchResult
+from danlu.resilience.host_watch import HostWatch
+from danlu.scheduler.launcher import LaunchProgress, LaunchResult, record_hang
 from danlu.scheduler.rank_failure import count_oom_kills, describe_failure, log_tail, read_failure
 from danlu.scheduler.rendezvous_file import rendezvous_file
 from danlu.spec import RankFailureEvent, RunFolder
@@ -50,6 +51,7 @@ class LocalLauncher:
         self._oom_kills = count_oom_kills()
         self._unwritten_failures: dict[int, RankFailureEvent] = {}
         self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._watch = HostWatch(run.path)
 
     def __enter__(self) -> Self:
         self.run.logs.mkdir(exist_ok=True)
@@ -111,6 +113,8 @@ class LocalLauncher:
         for event in parse_known_events(unwritten):
             if isinstance(event, RankFailureEvent):
                 self._unwritten_failures[event.rank] = event
+        if (hang := self._watch.look()) is not None:
+            record_hang(self.run, hang, self._watch.watch.quiet)
         return LaunchProgress(is_running, self.links.slowest_phase, tuple(unwritten))
 
     @property

@@ -1,0 +1,102 @@
+"""The flight recorder: every collective of this process, whoever called it, in its `FlightWriter`.
+
+Collectives of every backend pass c10d's operators on their way: those of torch.distributed, FSDP, DTensor, pipelining
+and compiled graphs. A kernel of ours stands in front of each, and passes the call on.
+"""
+
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from danlu.comm.flight_record import FlightWriter
+from danlu.comm.world import ranks_of
+from danlu.torch_compat import observe_collectives
+
+HEARTBEAT_SECONDS = 0.05
+_MAX_PENDING = 16
+"""Collectives in flight whose end is looked for; of more, the older ones are not."""
+_OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "receive",
+    "recv_any_source_": "receive",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+OBSERVED_OPERATORS = tuple(_OPERATIONS)
+_PEER_ARGUMENT = {"send": 2, "recv_": 2}
+
+
+class FlightRecorder:
+    """Records collectives from now on, until `close`; one at a time in a process."""
+
+    def __init__(self, writer: FlightWriter) -> None:
+        self.writer = writer
+        self._pending: deque[tuple[int, Work]] = deque(maxlen=_MAX_PENDING)
+        self._over = threading.Event()
+        observe_collectives(OBSERVED_OPERATORS, self._enter, self._entered)
+        threading.Thread(target=self._beat, name="danlu-flight", daemon=True).start()
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """This rank is now at `phase` of the step after `step`."""
+        self.writer.enter_phase(phase, step)
+
+    def close(self) -> None:
+        """Record nothing more."""
+        observe_collectives((), None, None)
+        self._over.set()
+
+    def _enter(self, operator: str, args: tuple[Any, ...]) -> int:
+        """Before a call: what it is."""
+        unboxed = ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        name = unboxed.group_name
+        if not self.writer.knows(name):
+            axes = unboxed.group_desc.removeprefix("mesh_").replace("default_pg", "world")
+            self.writer.describe(name, axes, ranks_of(unboxed))
+        peer = args[_PEER_ARGUMENT[operator]] if operator in _PEER_ARGUMENT else None
+        return self.writer.enter(_OPERATIONS[operator], name, _input_bytes(args), peer)
+
+    def _entered(self, ticket: int, work: Work | None) -> None:
+        """After a call, which returns before the collective is over."""
+        if work is not None:
+            self._pending.append((ticket, work))
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_SECONDS):
+            self.writer.beat()
+            for _ in range(len(self._pending)):
+                ticket, work = self._pending.popleft()
+                if work.is_completed():
+                    self.writer.leave(ticket)
+                else:
+                    self._pending.appendleft((ticket, work))
+                    break  # those after it are not over either, or will be found next time
+
+
+def _input_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes of the smallest tensor argument: this rank's part, where output and input are both given."""
+    return min((size for arg in args if (size := _bytes(arg))), default=0)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,1 @@
+"""Which rank keeps a run from going on, and why."""

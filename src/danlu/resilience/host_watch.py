@@ -1,0 +1,70 @@
+"""Watches the ranks of a run on this host: whether it goes on, and who keeps it from that."""
+
+import time
+from pathlib import Path
+
+from danlu.comm.flight_record import read_flights
+from danlu.resilience.diagnosis import Diagnosis, RankView, diagnose
+from danlu.resilience.process_state import read_process_state
+from danlu.resilience.progress_watch import ProgressWatch
+
+_BUSY_SHARE = 0.5
+"""Share of a core that a rank must have used to count as computing."""
+
+
+def view_ranks(run: Path) -> dict[int, RankView]:
+    """Every rank of a run on this host."""
+    now = time.monotonic()
+    return {
+        flight.rank: RankView(flight, read_process_state(flight.pid), now - flight.heartbeat)
+        for flight in read_flights(run)
+    }
+
+
+def moves_within(run: Path, seconds: float) -> bool:
+    """Whether any rank of this host moves in so many seconds."""
+    begun, deadline = _places(run), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if _places(run) != begun:
+            return True
+    return False
+
+
+def _places(run: Path) -> list[tuple[int, int, int, str]]:
+    flights = read_flights(run, collectives=False)
+    return [(flight.rank, flight.collectives, flight.step, flight.phase) for flight in flights]
+
+
+class HostWatch:
+    """Called now and then; answers with a diagnosis once per stall."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.watch = run, ProgressWatch()
+        self._busy_since: dict[int, tuple[float, float]] = {}
+
+    def look(self) -> Diagnosis | None:
+        """A diagnosis if the run has just been found to hang."""
+        now = time.monotonic()
+        self.watch.look(now, read_flights(self.run, collectives=False))
+        if not self.watch.is_stalled():
+            self._busy_since.clear()
+            return None
+        if self.watch.reported:
+            return None
+        found = diagnose(view_ranks(self.run))
+        if not self.watch.is_stalled(busy=self._computing(now, found)):
+            return None
+        self.watch.reported = True
+        return found
+
+    def _computing(self, now: float, found: Diagnosis) -> bool:
+        """Whether those who are waited for work since the stall was seen: then the run is slow, and not stuck."""
+        busy = []
+        for culprit in found.culprits:
+            if culprit.cause not in ("outside", "data", "storage"):
+                return False
+            used = read_process_state(culprit.pid).cpu_seconds
+            began, before = self._busy_since.setdefault(culprit.rank, (now, used))
+            busy.append(now == began or used - before > _BUSY_SHARE * (now - began))
+        return bool(busy) and all(busy)
