@@ -8,6 +8,9 @@ from danlu.resilience.diagnosis import Diagnosis, RankView, diagnose
 from danlu.resilience.process_state import read_process_state
 from danlu.resilience.progress_watch import ProgressWatch
 
+_CERTAIN = ("dead", "stopped", "file system", "mismatch")
+_SAMPLE_SECONDS = 0.3
+"""How long a rank is looked at before it is said not to compute."""
 _BUSY_SHARE = 0.5
 """Share of a core that a rank must have used to count as computing."""
 
@@ -53,18 +56,24 @@ class HostWatch:
         if self.watch.reported:
             return None
         found = diagnose(view_ranks(self.run))
-        if not self.watch.is_stalled(busy=self._computing(now, found)):
+        if not self.watch.is_stalled(busy=self._slow(now, found)):
             return None
         self.watch.reported = True
         return found
 
-    def _computing(self, now: float, found: Diagnosis) -> bool:
-        """Whether those who are waited for work since the stall was seen: then the run is slow, and not stuck."""
-        busy = []
+    def _slow(self, now: float, found: Diagnosis) -> bool:
+        """Whether somebody who is waited for computes, or would if it got a core: then the run is slow, not stuck."""
+        if any(culprit.cause in _CERTAIN for culprit in found.culprits):
+            return False
+        slow = []
         for culprit in found.culprits:
-            if culprit.cause not in ("outside", "data", "storage"):
-                return False
-            used = read_process_state(culprit.pid).cpu_seconds
-            began, before = self._busy_since.setdefault(culprit.rank, (now, used))
-            busy.append(now == began or used - before > _BUSY_SHARE * (now - began))
-        return bool(busy) and all(busy)
+            process = read_process_state(culprit.pid)
+            began, before = self._busy_since.setdefault(culprit.rank, (now, process.cpu_seconds))
+            computes = process.cpu_seconds - before > _BUSY_SHARE * (now - began)
+            if now - began < _SAMPLE_SECONDS:
+                slow.append(True)  # not known yet
+            elif culprit.cause == "python lock":
+                slow.append(process.runnable and not computes)  # a loop that keeps the lock computes too
+            else:
+                slow.append(process.runnable or computes)
+        return any(slow)

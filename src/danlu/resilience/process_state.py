@@ -10,6 +10,8 @@ class ProcessState:
     """Of one process at one moment."""
 
     alive: bool
+    runnable: bool = False
+    """It computes, or waits for a core."""
     stopped: bool = False
     """By a signal, or by a debugger."""
     in_uninterruptible_wait: bool = False
@@ -28,6 +30,7 @@ def read_process_state(pid: int) -> ProcessState:
     state, ticks = fields[0], int(fields[11]) + int(fields[12])
     return ProcessState(
         alive=state not in "ZXx",
+        runnable=state == "R",
         stopped=state in "Tt",
         in_uninterruptible_wait=state == "D",
         cpu_seconds=ticks / os.sysconf("SC_CLK_TCK"),

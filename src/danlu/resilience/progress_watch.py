@@ -7,7 +7,7 @@ from danlu.comm.flight_record import RankFlight
 
 STEP_PHASES = frozenset({"reading data", "forward and backward", "metrics", "update", "saving"})
 """Phases of every step; others come now and then, and take as long as they take."""
-FIRST_STEPS = 3
+FIRST_STEPS = 10
 """Steps until the pace of a run is known: the first ones compile, open files and connect."""
 REMEMBERED_STEPS = 64
 MARGIN_SECONDS = 1.0
@@ -15,7 +15,7 @@ FACTOR = 2.0
 RARE_PHASE_SECONDS = 60.0
 """Least deadline in a phase that is not of every step."""
 BUSY_FACTOR = 5.0
-"""A rank that computes is slow rather than stuck: how much more time it gets."""
+"""A rank that computes, or would if it got a core, is slow rather than stuck: how much more time it gets."""
 _MAX_TICK = 1.0
 """Most seconds that count between two looks: after a pause of the watcher itself nothing is known."""
 
