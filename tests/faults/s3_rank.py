@@ -40,7 +40,9 @@ def trained(weight: Tensor, step: int) -> float:
     return float(loss)
 
 
-def main(rank: int, world: int, port: int, work: Path, endpoint: str) -> None:
+def main() -> None:
+    rank, world, port = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    work, endpoint = Path(sys.argv[4]), sys.argv[5]
     fsspec.config.conf["s3"] = {"key": KEY, "secret": SECRET}
     place = RankInfo(rank, world, rank, f"127.0.0.1:{port}")
     joined = World.join(place, "gloo", rendezvous(place))
@@ -80,4 +82,4 @@ def main(rank: int, world: int, port: int, work: Path, endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
+    main()

@@ -25,7 +25,8 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def main(rank: int, world: int, port: str, folder: Path) -> None:
+def main() -> None:
+    rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     state: dict[str, object] = dict(tensors())
@@ -38,4 +39,4 @@ def main(rank: int, world: int, port: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main()

@@ -8,10 +8,13 @@ are killed then.
 
 import importlib
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,27 +22,53 @@ from typing import NoReturn
 def main() -> None:
     script, world = Path(sys.argv[1]), int(sys.argv[2])
     module = importlib.import_module(script.stem)
-    outputs = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115  # the forks write to them
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(world)]
+        failed = _run(script, world, module.main, [output.fileno() for output in outputs])
+        if failed is None:
+            return
+        outputs[failed].seek(0)
+        text = outputs[failed].read().decode(errors="replace")
+    sys.exit(f"rank {failed} of {world} failed:\n{text}")
+
+
+def _run(script: Path, world: int, run: Callable[[], None], outputs: Sequence[int]) -> int | None:
+    """The first rank that failed, after the others were killed; None if none did.
+
+    A rank that is done waits for the others: it may be the one whose store they still read.
+    """
+    done_read, done_write = os.pipe()
+    over_read, over_write = os.pipe()
     ranks: dict[int, int] = {}
     for rank, output in enumerate(outputs):
         process = os.fork()
         if process == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
+            os.close(over_write)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             sys.argv = [str(script), str(rank), *sys.argv[2:]]
-            _exit_after(module.main)
+            _exit_after(run, done_write, over_read)
         ranks[process] = rank
+    os.set_blocking(done_read, False)
+    done = 0
     while ranks:
-        process, status = os.wait()
-        rank = ranks.pop(process)
-        if status:
-            for other in ranks:
-                os.kill(other, 9)
-            outputs[rank].seek(0)
-            sys.exit(f"rank {rank} of {world} failed:\n{outputs[rank].read().decode(errors='replace')}")
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            rank = ranks.pop(process)
+            if status:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                return rank
+            continue
+        with suppress(BlockingIOError):
+            done += len(os.read(done_read, world))
+            if done == world:
+                os.close(over_write)
+        time.sleep(0.02)
+    return None
 
 
-def _exit_after(run: Callable[[], None]) -> NoReturn:
+def _exit_after(run: Callable[[], None], done: int, over: int) -> NoReturn:
     """End this process with what `run` does, and without what the parent would do at its end."""
     code = 1
     try:
@@ -54,6 +83,9 @@ def _exit_after(run: Callable[[], None]) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        if not code:
+            os.write(done, b".")
+            os.read(over, 1)  # its end, when all are done
         os._exit(code)
 
 

@@ -11,7 +11,7 @@ FORK_RANKS = Path(__file__).with_name("fork_ranks.py")
 TORCH_WARNS_ITSELF = (
     "`torch.jit.script_method` is deprecated",  # a module that torch.compile imports
     "The .grad attribute of a Tensor that is not a leaf",  # torch.compile looks at every tensor it meets
-    "Warning: Profiler clears events",  # torch 2.12 and earlier, where a profiler runs for one cycle
+    "Warning",  # "Warning: Profiler clears events": torch 2.12 and earlier, where a profiler runs for one cycle
     "<class 'torch.autograd.function.Function'> should not be instantiated",  # torch.compile does, to trace one
 )
 

@@ -136,6 +136,12 @@ def test_nobody_is_blamed_where_nobody_waits() -> None:
     assert "no rank can be blamed" in describe_diagnosis(diagnose(views))
 
 
+def test_a_rank_alone_is_blamed_where_it_waits_for_data() -> None:
+    found = diagnose({0: view(0, [], phase="reading data")})
+    assert [(each.rank, each.cause) for each in found.culprits] == [(0, "data")]
+    assert "rank 0 (pid 100, after step 5, reading data): it reads data" in describe_diagnosis(found)
+
+
 def test_a_line_says_who_why_and_where_the_others_wait() -> None:
     views = {rank: view(rank, [record("world", 3)]) for rank in range(3)}
     views[1] = view(1, [record("world", 2, left=3.0)], phase="reading data")

@@ -45,7 +45,7 @@ class Diagnosis:
     """Why a run does not go on."""
 
     culprits: tuple[Culprit, ...]
-    """None if every rank works, or if nothing is known."""
+    """None if nobody waits, not even for data or storage."""
     collective: CollectiveRecord | None
     """Where the others wait."""
     waiting: tuple[int, ...]
@@ -69,6 +69,8 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
     if not culprits and (met := _all_there(waits_for)):
         cause: Cause = "mismatch" if _operations(met, pending) > 1 else "network"
         culprits = tuple(_culprit(rank, views, cause) for rank in met)
+    if not culprits and not waits_for:
+        culprits = tuple(_culprit(rank, views) for rank, view in views.items() if view.flight.phase in _PHASE_CAUSES)
     blamed = {each.rank for each in culprits}
     record, waiting = _largest_wait(pending, waits_for, blamed)
     return Diagnosis(culprits, record, waiting)

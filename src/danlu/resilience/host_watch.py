@@ -49,14 +49,17 @@ class HostWatch:
     def look(self) -> Diagnosis | None:
         """A diagnosis if the run has just been found to hang."""
         now = time.monotonic()
-        self.watch.look(now, read_flights(self.run, collectives=False))
+        flights = read_flights(self.run, collectives=False)
+        if not flights:  # not yet, or not any more
+            return None
+        self.watch.look(now, flights)
         if not self.watch.is_stalled():
             self._busy_since.clear()
             return None
         if self.watch.reported:
             return None
         found = diagnose(view_ranks(self.run))
-        if not self.watch.is_stalled(busy=self._slow(now, found)):
+        if not found.culprits or not self.watch.is_stalled(busy=self._slow(now, found)):
             return None
         self.watch.reported = True
         return found
