@@ -87,9 +87,6 @@ evaluation = {evaluation}
     ("evaluation", "said"),
     [
         ("{ every = 5 }", "no data set and `evaluation.prompts` has no prompt, so it would be ignored"),
-            "{ every = 5 }",
-            "`evaluation.data` names no data set and `evaluation.prompts` has no prompt, so it would be ignored",
-        ),
         ('{ data = [{ name = "a", shards = "shards" }] }', "which the run trains on"),
         ('{ data = [{ name = "a", shards = "b" }, { name = "a", shards = "c" }] }', "an earlier data set has already"),
         ('{ tokens = 63, data = [{ name = "a", shards = "b" }] }', "one sequence has 64 tokens"),
