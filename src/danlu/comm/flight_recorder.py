@@ -53,16 +53,22 @@ class FlightRecorder:
         self._pending: deque[tuple[int, Work]] = deque(maxlen=_MAX_PENDING)
         self._over = threading.Event()
         observe_collectives(OBSERVED_OPERATORS, self._enter, self._entered)
-        threading.Thread(target=self._beat, name="danlu-flight", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="danlu-flight", daemon=True)
+        self._thread.start()
 
     def enter_phase(self, phase: str, step: int) -> None:
         """This rank is now at `phase` of the step after `step`."""
         self.writer.enter_phase(phase, step)
 
     def close(self) -> None:
-        """Record nothing more."""
+        """Record nothing more.
+
+        The thread is waited for: one that comes back from torch's C++ code while Python ends aborts the process.
+        """
         observe_collectives((), None, None)
         self._over.set()
+        self._thread.join()
+        self._pending.clear()
 
     def _enter(self, operator: str, args: tuple[Any, ...]) -> int:
         """Before a call: what it is."""
