@@ -105,6 +105,18 @@ def test_who_waits_beside_a_stopped_rank_is_not_to_blame() -> None:
     views[1] = view(1, [record("world", 2, left=2.5), record("tp0", 7)], ProcessState(alive=True, stopped=True), 9.0)
     found = diagnose(views)
     assert [(each.rank, each.cause) for each in found.culprits] == [(1, "stopped")]
+    alone = diagnose({rank: each for rank, each in views.items() if rank < 2})
+    assert alone.waiting == (0,)
+
+
+def test_a_collective_whose_end_was_missed_hides_nobody() -> None:
+    """Long over, and never seen to be: it is older than the one in which the ranks wait."""
+    missed = {rank: record(f"tp{rank // 2}", 1, entered=0.5) for rank in range(WORLD)}
+    views = {rank: view(rank, [missed[rank], record("world", 3)]) for rank in range(WORLD)}
+    views[6] = view(6, [missed[6], record("world", 2, left=3.0)], phase="reading data")
+    found = diagnose(views)
+    assert [(each.rank, each.cause) for each in found.culprits] == [(6, "data")]
+    assert found.waiting == (0, 1, 2, 3, 4, 5, 7)
 
 
 def test_a_receive_waits_for_its_sender() -> None:

@@ -65,7 +65,12 @@ def why(
         console.print_line(f"\nnothing moves: {describe_diagnosis(diagnosis)}")
     elif end is not None and end.message:
         console.print_line(f"\n{end.message}")
-    for rank, text in taken.items():
-        console.print_line(f"\nwhere rank {rank} is, innermost first (all threads: --json)", "bold")
-        for line in main_stack(text)[:_STACK_LINES]:
+    for culprit in diagnosis.culprits if stacks else ():
+        if not (text := taken.get(culprit.rank, "")):
+            console.print_line(
+                f"\nrank {culprit.rank} cannot write its stack: it is stopped, dead, or not this user's", "dim"
+            )
+            continue
+        console.print_line(f"\nwhere rank {culprit.rank} is, innermost first (all threads: --json)", "bold")
+        for line in (main_stack(text) or text.splitlines())[:_STACK_LINES]:
             console.print_line(f"  {line}")

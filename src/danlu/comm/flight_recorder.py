@@ -18,7 +18,7 @@ from danlu.torch_compat import observe_collectives
 
 HEARTBEAT_SECONDS = 0.05
 _MAX_PENDING = 16
-"""Collectives in flight whose end is looked for; of more, the older ones are not."""
+"""Collectives in flight whose end is looked for; of more, the oldest is looked at once more and then no longer."""
 _OPERATIONS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -50,7 +50,8 @@ class FlightRecorder:
 
     def __init__(self, writer: FlightWriter) -> None:
         self.writer = writer
-        self._pending: deque[tuple[int, Work]] = deque(maxlen=_MAX_PENDING)
+        self._pending: deque[tuple[int, Work]] = deque()
+        self._lock = threading.Lock()
         self._over = threading.Event()
         observe_collectives(OBSERVED_OPERATORS, self._enter, self._entered)
         self._thread = threading.Thread(target=self._beat, name="danlu-flight", daemon=True)
@@ -82,19 +83,24 @@ class FlightRecorder:
 
     def _entered(self, ticket: int, work: Work | None) -> None:
         """After a call, which returns before the collective is over."""
-        if work is not None:
+        if work is None:
+            return
+        with self._lock:
             self._pending.append((ticket, work))
+            if len(self._pending) > _MAX_PENDING:
+                self._leave_if_over(*self._pending.popleft())
 
     def _beat(self) -> None:
         while not self._over.wait(HEARTBEAT_SECONDS):
             self.writer.beat()
-            for _ in range(len(self._pending)):
-                ticket, work = self._pending.popleft()
-                if work.is_completed():
-                    self.writer.leave(ticket)
-                else:
-                    self._pending.appendleft((ticket, work))
-                    break  # those after it are not over either, or will be found next time
+            with self._lock:
+                while self._pending and self._leave_if_over(*self._pending[0]):
+                    self._pending.popleft()  # those after one that goes on are found next time
+
+    def _leave_if_over(self, ticket: int, work: Work) -> bool:
+        if over := work.is_completed():
+            self.writer.leave(ticket)
+        return over
 
 
 def _input_bytes(args: tuple[Any, ...]) -> int:

@@ -55,14 +55,19 @@ class Diagnosis:
 def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
     """Follow who waits for whom to those who wait for nobody."""
     entered = {rank: _entered(view.flight.records) for rank, view in views.items()}
-    pending = {rank: _pending(view) for rank, view in views.items()}
     stuck = {rank for rank, view in views.items() if _own_trouble(view)}
-    # Who has entered and then stopped does not do its part either.
-    waits_for = {
-        rank: (*_missing(rank, record, entered), *(each for each in _partners(rank, record) if each in stuck))
-        for rank, record in pending.items()
-        if record is not None
-    }
+
+    def awaited_in(rank: int, record: CollectiveRecord) -> tuple[int, ...]:
+        # Who has entered and then stopped does not do its part either.
+        return (*_missing(rank, record, entered), *(each for each in _partners(rank, record) if each in stuck))
+
+    pending: dict[int, CollectiveRecord | None] = {}
+    waits_for: dict[int, tuple[int, ...]] = {}
+    for rank, view in views.items():
+        records = _unfinished(view)
+        pending[rank] = next((each for each in records if awaited_in(rank, each)), records[-1] if records else None)
+        if (record := pending[rank]) is not None:
+            waits_for[rank] = awaited_in(rank, record)
     awaited = {rank for missing in waits_for.values() for rank in missing}
     roots = sorted((awaited | stuck) - {rank for rank in waits_for if waits_for[rank] and rank not in stuck})
     culprits = tuple(_culprit(rank, views) for rank in roots if rank in views)
@@ -72,8 +77,7 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
     if not culprits and not waits_for:
         culprits = tuple(_culprit(rank, views) for rank, view in views.items() if view.flight.phase in _PHASE_CAUSES)
     blamed = {each.rank for each in culprits}
-    record, waiting = _largest_wait(pending, waits_for, blamed)
-    return Diagnosis(culprits, record, waiting)
+    return Diagnosis(culprits, *_largest_wait(pending, waits_for, blamed))
 
 
 def _entered(records: Iterable[CollectiveRecord]) -> dict[tuple[str, str, int | None], int]:
@@ -85,11 +89,13 @@ def _channel(record: CollectiveRecord) -> tuple[str, str, int | None]:
     return record.group, record.operation if record.peer is not None else "", record.peer
 
 
-def _pending(view: RankView) -> CollectiveRecord | None:
-    """The collective that a rank is in: the newest of its group, not over; the oldest of several."""
+def _unfinished(view: RankView) -> list[CollectiveRecord]:
+    """The newest collective of every group, if it is not over as far as the rank knows; oldest first.
+
+    The end of one that nobody waited for may have been missed: all have entered it, so that it keeps nobody.
+    """
     newest = {_channel(record): record for record in view.flight.records}
-    waiting = [record for record in newest.values() if record.left is None]
-    return min(waiting, key=lambda record: record.entered, default=None)
+    return sorted((each for each in newest.values() if each.left is None), key=lambda record: record.entered)
 
 
 def _missing(
@@ -161,5 +167,6 @@ def _largest_wait(
         record = pending[rank]
         if record is not None and (culprits & set(missing) or rank in culprits):
             rooms.setdefault((record.group, record.operation, record.sequence), []).append(rank)
-    waiting = max(rooms.values(), key=len, default=[])
-    return (pending[waiting[0]] if waiting else None), tuple(sorted(waiting))
+    there = max(rooms.values(), key=len, default=[])
+    waiting = [rank for rank in there if rank not in culprits] or there  # who is stopped inside of it does not wait
+    return (pending[there[0]] if there else None), tuple(sorted(waiting))

@@ -15,8 +15,9 @@ _TIMEOUT = 0.5
 
 def dump_stacks_on_signal(run: Path, rank: int) -> None:
     """Write the stacks of this process' threads when somebody asks; from C, so that it needs no lock of Python's."""
-    file = stack_path(run, rank).open("w")  # open as long as this process
-    faulthandler.register(_SIGNAL, file, all_threads=True, chain=False)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # whoever reads it truncates it first
+    descriptor = os.open(stack_path(run, rank), flags, 0o600)  # open as long as this process
+    faulthandler.register(_SIGNAL, descriptor, all_threads=True, chain=False)
 
 
 def read_stacks(run: Path, rank: int, pid: int) -> str:
@@ -31,7 +32,7 @@ def read_stacks(run: Path, rank: int, pid: int) -> str:
         while time.monotonic() < deadline and not path.stat().st_size:
             time.sleep(0.02)
         time.sleep(0.05)  # what is being written
-        return path.read_text(errors="replace").lstrip("\0")
+        return path.read_text(errors="replace")
     return ""
 
 
