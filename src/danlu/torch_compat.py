@@ -115,6 +115,16 @@ def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: flo
     torch._foreach_lerp_(list(tensors), list(ends), weight)
 
 
+def foreach_copy_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each tensor from another, in one call for all of them."""
+    torch._foreach_copy_(list(tensors), list(sources))
+
+
+def abort_process_groups() -> None:
+    """Interrupt the collectives of all groups, where a backend can do that itself; from any thread."""
+    dist.distributed_c10d._abort_process_group()
+
+
 def batch_p2p(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Start sends and receives together, as the schedules do."""
     return schedules._batch_p2p(operations)

@@ -1,20 +1,17 @@
 """The entry point of one training process: from a run's folder to its last step."""
 
+import gc
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from math import ceil
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
 
-from danlu.chips.descriptor import ChipDescriptor
-from danlu.chips.registry import find_chip
-from danlu.comm.connection_check import check_connections, unauthorized_connection_error
+from danlu.comm.connection_check import unauthorized_connection_error
 from danlu.comm.flight_record import (
     FlightRecordError,
     FlightWriter,
@@ -23,64 +20,27 @@ from danlu.comm.flight_record import (
     stack_path,
 )
 from danlu.comm.flight_recorder import FlightRecorder
-from danlu.comm.launcher_link import LauncherLink
-from danlu.comm.mesh import ParallelMesh, build_mesh
-from danlu.comm.peak_flops import PeakCacheKey, measure_peak
-from danlu.comm.rendezvous import RankInfo, rendezvous
-from danlu.comm.world import World
+from danlu.comm.launcher_link import LauncherLink, RegroupOrder
+from danlu.comm.peer_failure import is_peer_failure
+from danlu.comm.rendezvous import RankInfo
 from danlu.framework.atomic_append import AtomicAppendFile
-from danlu.framework.build import build_train_state
-from danlu.framework.checkpoint_manager import CheckpointManager
-from danlu.framework.evaluation import Evaluation
-from danlu.framework.event_metrics import MetricsSink
-from danlu.framework.event_writer import EventWriter, RankEvents
-from danlu.framework.fp8.apply import emulated_formats
-from danlu.framework.loop import TrainStages, run_training_loop
-from danlu.framework.metrics_server import MetricsServer
-from danlu.framework.model_size import model_size_and_flops
-from danlu.framework.precision import DTYPES
-from danlu.framework.prompt_sampler import PromptSampler
-from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
-from danlu.framework.stages import EvaluationStage, NoEvaluation, NoProgress, ProgressStage
+from danlu.framework.stages import NoProgress, ProgressStage
 from danlu.framework.step_guard import stop_on_signal
-from danlu.framework.train_data import TrainData
-from danlu.framework.wandb_writer import WandbWriter
-from danlu.framework.weights import load_weights
 from danlu.resilience.stacks import dump_stacks_on_signal
+from danlu.session import Session
 from danlu.spec import (
-    Cluster,
-    EndEvent,
-    EvaluationEvent,
-    Event,
     RankFailureEvent,
-    ResumeEvent,
     RunFolder,
-    StartEvent,
-    WarningEvent,
-    load_cluster,
-    load_plan,
-    load_recipe,
 )
-from danlu.spec.event import PeakSource
 from danlu.spec.profile import ProfileRequest
-from danlu.spec.recipe import has_experts
-from danlu.spec.samples import Sample, SampleSet
 from danlu.storage import run_lock
-from danlu.storage.access import set_umask
-from danlu.storage.checkpoint.async_saver import SavePolicy
-from danlu.storage.checkpoint.engine import CheckpointEngine, local_copy_path, open_checkpoint_engine
-from danlu.storage.checkpoint.run_store import run_store_location
-from danlu.storage.data.mixture_dataset import MixtureDataset
-from danlu.storage.data.shuffle import IntArray
-from danlu.storage.sample_files import write_samples
-from danlu.torch_compat import PrefixStore, Store
 
 _MAX_FAILURE_LENGTH = 4_000
 """Characters of an error in a rank's events; its log has all of them."""
 
 
-class ProfileUnsupportedError(RuntimeError):
-    """A profile of this chip would give times to the wrong parts."""
+_ORDER_SECONDS = 30.0
+"""How long a rank whose peers are gone waits to be told what to do; a launcher sees a death in a tenth of a second."""
 
 
 def run_worker(
@@ -92,8 +52,13 @@ def run_worker(
     peak_cache: Path | None = None,
     evaluate_step: int | None = None,
     profile: ProfileRequest | None = None,
+    recoverable: bool = False,
+    order: RegroupOrder | None = None,
 ) -> None:
     """Train the run in `run` as one rank; resumes from its newest checkpoint if there is one.
+
+    If the launcher replaces ranks that fail (`recoverable`), this one keeps its newest states in its host's memory, and
+    joins another world when it is ordered to. A rank that takes another's place is started with such an `order`.
 
     With `evaluate_step` the checkpoint of that step is evaluated instead, with `profile` a few steps are profiled, and
     nothing is trained.
@@ -102,7 +67,7 @@ def run_worker(
     before it writes anything; where nobody does (`locked` is false), rank 0 takes it.
     """
     link = link or LauncherLink()
-    session = None
+    session: Session | None = None
     try:
         with ExitStack() as stack, stop_on_signal() as stop:
             stack.enter_context(nullcontext() if locked or rank_info.rank else run_lock.acquire(run))
@@ -110,14 +75,39 @@ def run_worker(
             trains = evaluate_step is None and profile is None
             recorder = _flight_recorder(run, rank_info.rank) if trains else nullcontext(NoProgress())
             progress = stack.enter_context(recorder)
-            session = Session(run, rank_info, rendezvous(rank_info), link, peak_cache=peak_cache, progress=progress)
-            with session:
-                if evaluate_step is not None:
-                    session.evaluate(evaluate_step)
-                elif profile is not None:
-                    session.profile(profile)
-                else:
-                    session.train(stop)
+            while True:
+                session = None
+                try:
+                    session = Session(
+                        run,
+                        rank_info if order is None else replace(rank_info, endpoint=order.endpoint),
+                        link,
+                        order=order,
+                        peak_cache=peak_cache,
+                        progress=progress,
+                        recoverable=recoverable,
+                    )
+                    with session:
+                        if evaluate_step is not None:
+                            session.evaluate(evaluate_step)
+                        elif profile is not None:
+                            session.profile(profile)
+                        else:
+                            session.train(stop)
+                    return
+                except Exception as error:
+                    generation = order.generation if order else 0
+                    patience = _ORDER_SECONDS if recoverable and is_peer_failure(error) else 0.0
+                    if patience:
+                        link.report_lost(generation)
+                    order = link.order_after(generation, patience)
+                    if order is None:
+                        raise
+                    sys.stderr.write(f"rank {rank_info.rank} joins generation {order.generation}: {order.cause}\n")
+                    traceback.clear_frames(error.__traceback__)  # they hold the model, for which memory is needed now
+                session = None
+                gc.collect()
+                progress.begin_world()
     except Exception as error:
         unauthorized = unauthorized_connection_error() if rank_info.is_single_host else None
         step = session.step if session is not None else None
@@ -170,285 +160,3 @@ def _record_failure(run: RunFolder, rank: int, step: int | None, error: Exceptio
         link.report_event(line)
     finally:
         file.close()
-
-
-class Session:
-    """One rank of a run in one world: joins it, builds, trains, and leaves; another session may follow in this process.
-
-    with Session(run, rank_info, store, generation=1) as session:
-        session.train(stop)
-    """
-
-    def __init__(
-        self,
-        run: RunFolder,
-        rank_info: RankInfo,
-        store: Store,
-        link: LauncherLink | None = None,
-        *,
-        generation: int = 0,
-        peak_cache: Path | None = None,
-        progress: ProgressStage | None = None,
-    ) -> None:
-        """Join the world of all ranks that meet at `store`; returns when they are there."""
-        self.run, self.rank_info, self.link = run, rank_info, link or LauncherLink()
-        self.peak_cache, self.progress = peak_cache, progress or NoProgress()
-        self.step: int | None = None
-        """Steps done when training ended, however it ended; None before it began."""
-        self.recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
-        set_umask(self.recipe.access)
-        self.cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
-        self.chip = find_chip(self.cluster.chip.kind if self.cluster else None)
-        device = self.chip.runtime.set_device(rank_info.local_rank)
-        backend = _backend(self.chip, rank_info)
-        self.world = World.join(rank_info, backend, store, device, generation=generation)
-        try:
-            self.mesh = build_mesh(plan, self.world, self.cluster, experts=has_experts(self.recipe.model))
-            if rank_info.is_single_host:
-                check_connections()
-        except BaseException:
-            self.world.shutdown()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.world.shutdown()
-
-    def train(self, stop: Callable[[], bool]) -> Literal["finished", "stopped"]:
-        """Build, resume and train until the recipe's steps are done or any rank's `stop` is true."""
-        recipe, mesh, link = self.recipe, self.mesh, self.link
-        link.report_phase("building the model")
-        state, forward_backward = build_train_state(recipe, mesh.plan, mesh)
-        events = RankEvents(mesh.rank)  # they wait for `started`, which has the step that is found here
-        manager = CheckpointManager(self._open_checkpoints(), recipe.checkpoint, mesh.rank, events)
-        link.report_phase("looking for a checkpoint to resume from")
-        if not manager.resume(state) and recipe.weights:
-            load_weights(state.stage_modules, recipe.model, Path(recipe.weights))
-        link.report_phase("checking that a checkpoint can be saved")
-        first_on_host = self.rank_info.local_rank == 0
-        manager.preflight(state, first_on_host=first_on_host, between_failures=_run_mtbf(mesh, self.cluster))
-        if recipe.checkpoint.scrub:
-            manager.checkpoints.start_scrubbing(3600 * recipe.checkpoint.scrub)
-        link.report_phase("opening the data")
-        data = TrainData(self.run, recipe, mesh, state.cursor)
-        evaluation: EvaluationStage = NoEvaluation()
-        if recipe.evaluation.data or recipe.evaluation.prompts:
-            sampler = None
-            if recipe.evaluation.prompts:
-                sampler = PromptSampler(recipe, mesh, data.dataset.end_of_text)
-            keep = partial(self._save_samples, events)
-            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase, sampler, keep)
-        if mesh.rank == 0 and (emulated := emulated_formats(recipe.precision, mesh.device)):
-            events.warn(
-                f"chip {self.chip.name} has no block-scaled {' and '.join(emulated)} products: they are emulated, with "
-                "the same numbers, and are slower than unquantized ones"
-            )
-        link.report_phase("measuring the peak of this machine")
-        started = self._start_event(state.step, data.dataset.baseline_loss)
-        if self.rank_info.is_single_host:
-            check_connections()  # again: connections may have been opened since
-        link.report_phase("first step")
-        sinks = self._metrics_sinks(events) if mesh.rank == 0 else []
-        with EventWriter(self.run, state.step, link.report_event, sinks) if mesh.rank == 0 else nullcontext() as writer:
-            if writer is not None:
-                events.write_to(writer.write)
-                for event in (started, *_add_continuity(events.waiting, self.run, data.dataset)):
-                    writer.write(event)
-            memory_peak = self.chip.runtime.max_memory
-            stages = TrainStages(data, forward_backward, manager, evaluation, events, stop, memory_peak, self.progress)
-            try:
-                run_training_loop(recipe, state, mesh, stages)
-                manager.close()
-            finally:
-                self.step = state.step
-            outcome: Literal["finished", "stopped"] = "finished" if state.step == recipe.steps else "stopped"
-            events.write(EndEvent(time=time.time(), step=state.step, outcome=outcome))
-        return outcome
-
-    def _metrics_sinks(self, events: RankEvents) -> list[MetricsSink]:
-        """Where metrics go beside the run's folder; what cannot be had is a warning, and training goes on."""
-        config, sinks = self.recipe.metrics, list[MetricsSink]()
-        if config.port:
-            try:
-                sinks.append(MetricsServer(self.run.name, config.port))
-            except OSError as error:
-                message = f"metrics are not served: port {config.port} of this host cannot be had: {error.strerror}"
-                events.warn(f"{message}; set another `metrics.port`")
-        if config.wandb:
-            sinks.append(WandbWriter(self.run, self.recipe, events.warn))
-        return sinks
-
-    def _save_samples(self, events: RankEvents, step: int, samples: list[Sample]) -> None:
-        """Keep samples of a step in the run's folder; a disk that cannot be written does not end the run."""
-        if self.mesh.rank != 0:
-            return
-        drawn = SampleSet(
-            run=self.run.name,
-            step=step,
-            time=time.time(),
-            temperature=0,
-            top_k=0,
-            top_p=1,
-            seed=0,
-            dtype=self.recipe.precision.compute,
-            samples=tuple(samples),
-        )
-        try:
-            write_samples(self.run, drawn)
-        except OSError as error:
-            events.warn(f"samples of step {step} are lost: {self.run.samples} cannot be written: {error.strerror}")
-
-    def evaluate(self, step: int) -> EvaluationEvent:
-        """Evaluate the checkpoint of a step on the recipe's held-out data; rank 0 writes the event."""
-        recipe, mesh, link = self.recipe, self.mesh, self.link
-        link.report_phase("building the model")
-        state, _ = build_train_state(recipe, mesh.plan, mesh)
-        link.report_phase("reading the checkpoint")
-        checkpoints = self._open_checkpoints()
-        checkpoints.load(step, state.model_tensors())
-        checkpoints.close()
-        events = RankEvents(mesh.rank)
-        evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase)
-        evaluated = evaluation.run(step)
-        if mesh.rank == 0:
-            with EventWriter(self.run, step, link.report_event) as writer:
-                for event in (*events.waiting, evaluated):
-                    writer.write(event)
-        return evaluated
-
-    def profile(self, request: ProfileRequest) -> None:
-        """Profile steps from the newest checkpoint on; each profiled rank writes what it measured, nothing is saved."""
-        from danlu.profiler.rank_profiler import profile_rank
-
-        recipe, mesh, link = self.recipe, self.mesh, self.link
-        if mesh.device.type != "cpu":
-            raise ProfileUnsupportedError(
-                f"a profile attributes the time of the thread that runs operators, but on chip {self.chip.name} they "
-                "run on the device, behind it: use its vendor's profiler for now"
-            )
-        link.report_phase("building the model")
-        state, forward_backward = build_train_state(recipe, mesh.plan, mesh)
-        link.report_phase("reading the checkpoint")
-        checkpoints = self._open_checkpoints()
-        if (step := checkpoints.latest_step()) is not None:
-            state.restore_scalars(checkpoints.load(step, state.tensors())[0])
-        elif recipe.weights:
-            load_weights(state.stage_modules, recipe.model, Path(recipe.weights))
-        checkpoints.close()
-        # The steps may lie behind the run's last one.
-        last = state.step + request.warmup + 2 * request.steps + 1
-        recipe = recipe.model_copy(update={"steps": max(recipe.steps, last)})
-        link.report_phase("opening the data")
-        data = TrainData(self.run, recipe, mesh, state.cursor)
-        stages = TrainStages(data, forward_backward, memory_peak=self.chip.runtime.max_memory)
-        found = profile_rank(recipe, state, mesh, stages, request, link.report_phase)
-        if found is not None:
-            self.run.rank_profile(mesh.rank).write_text(found.model_dump_json())
-
-    def _open_checkpoints(self) -> CheckpointEngine:
-        config = self.recipe.checkpoint
-        where, options = run_store_location(self.run, config)
-        policy = SavePolicy(
-            parity=config.parity,
-            parity_group_size=config.group,
-            retries=config.retries,
-            bandwidth=1e6 * config.bandwidth,
-            local_copy_folder=local_copy_path(config.near, where) if config.near else None,
-        )
-        degrees = self.mesh.plan.degrees.model_dump()
-        checkpoints = open_checkpoint_engine(where, config.keep, self.world, degrees, policy, options)
-        if config.peers:
-            assert self.world.store is not None
-            store = PrefixStore("checkpoints", self.world.store)
-            checkpoints.enable_peer_replicas(store, self.rank_info.local_rank, self.rank_info.endpoint)
-        return checkpoints
-
-    def _start_event(self, step: int, baseline_loss: float | None) -> StartEvent:
-        recipe, degrees = self.recipe, self.mesh.plan.degrees
-        parameters, flops_per_token = model_size_and_flops(recipe)
-        peak, peak_source, peak_spread = self._peak_flops()
-        return StartEvent(
-            time=time.time(),
-            world=degrees.world,
-            chip=self.chip.name,
-            parameters=parameters,
-            step=step,
-            steps=recipe.steps,
-            tokens_per_step=recipe.batch.tokens,
-            flops_per_token=flops_per_token,
-            peak=peak,
-            peak_source=peak_source,
-            peak_spread=peak_spread,
-            dtype=recipe.precision.peak_dtype(self.cluster.chip.peak if self.cluster else ()),
-            host=socket.gethostname(),
-            layout={axis: degree for axis, degree in degrees.model_dump().items() if degree > 1},
-            baseline_loss=baseline_loss,
-        )
-
-    def _peak_flops(self) -> tuple[float, PeakSource, float | None]:
-        """FLOP/s of all ranks that MFU is computed against, where the figure comes from, and its spread."""
-        dtype, cache = self.recipe.precision.compute, self.peak_cache
-        if self.cluster is not None:
-            chip = self.cluster.chip
-            source: PeakSource = "measured by danlu probe" if chip.measured else "data sheet"
-            return chip.peak[self.recipe.precision.peak_dtype(chip.peak)] * self.world.size, source, None
-        key = PeakCacheKey(cache, self.chip.name, dtype, self.rank_info.local_rank)
-        found = measure_peak(self.world, DTYPES[dtype], key)
-        return found.best, "measured on this machine" if cache else "measured at start", found.spread
-
-
-def _run_mtbf(mesh: ParallelMesh, cluster: Cluster | None) -> float | None:
-    """Mean seconds between failures of the whole run: it fails as often as any of its nodes."""
-    if cluster is None or cluster.failures is None:
-        return None
-    return cluster.failures.node_mtbf / ceil(mesh.plan.degrees.world / cluster.chips_per_node)
-
-
-def _add_continuity(events: list[Event], run: RunFolder, data: MixtureDataset) -> list[Event]:
-    """What was found when the run resumed, with what the run's history says of its samples."""
-    told: list[Event] = []
-    for event in events:
-        if isinstance(event, ResumeEvent):
-            found = _continuity(event, run, data)
-            if found is not None:
-                event = event.model_copy(update={"repeated": found.repeated, "skipped": found.skipped})
-                told += _continuity_warning(event)
-        told.append(event)
-    return told
-
-
-def _continuity(event: ResumeEvent, run: RunFolder, data: MixtureDataset) -> SampleContinuity | None:
-    try:
-        history = list(run.read_events())
-    except ValueError:  # a line that is no event: whoever shows the run names it, and nothing is claimed of samples
-        return None
-
-    def which(indices: IntArray) -> list[tuple[int, int, int]]:
-        places = data.locate(indices)
-        return [(place.source, data.epoch_of(place.source, place.source_index), place.sample_id) for place in places]
-
-    return check_sample_continuity(history, event.step, event.samples, data.length, which)
-
-
-def _continuity_warning(event: ResumeEvent) -> list[Event]:
-    if not event.repeated and not event.skipped:
-        return []
-    message = (
-        f"the checkpoint of step {event.step} counts {event.samples} samples, but the steps up to it consumed others: "
-        f"{event.repeated} are read again and {event.skipped} never; was the length of a sequence or the batch changed?"
-    )
-    return [WarningEvent(time=event.time, rank=0, message=message)]
-
-
-def _backend(chip: ChipDescriptor, rank_info: RankInfo) -> str:
-    if chip.backend is not None:
-        return chip.backend
-    if rank_info.world_size > 1:
-        raise RuntimeError(
-            f"chip {chip.name} must offer collectives for {rank_info.world_size} ranks, but has none; use 1 rank"
-        )
-    return "gloo"  # never used by a run of one rank

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.session import Session
 from danlu.spec.run_folder import RunFolder
-from danlu.worker import Session
 
 STEPS, STOPS = 9, (3, 6)
 
@@ -33,7 +33,7 @@ def main() -> None:
     for name, lives in (("one", (STEPS,)), ("three", (*STOPS, STEPS))):
         done, outcomes = 0, []
         for until in lives:
-            with Session(RunFolder(folder / name), info, store, generation=generation) as session:
+            with Session(RunFolder(folder / name), info, store=store, generation=generation) as session:
                 assert session.world.generation == generation
                 outcomes.append(session.train(StopAt(until - done)))
             done, generation = until, generation + 1

@@ -1,15 +1,12 @@
 """Following a job: what is told, what is waited for, and what it comes to."""
 
-from functools import partial
 from io import StringIO
 from pathlib import Path
-
-import pytest
 
 from danlu.cli.slurm_submit import follow_job
 from danlu.report import ProgressDisplay
 from danlu.report.terminal import Console
-from danlu.scheduler import JobStatus, SlurmError, SlurmJob, SlurmLauncher, follow
+from danlu.scheduler import JobStatus, SlurmError, SlurmJob, SlurmLauncher
 from danlu.spec import EndEvent, RunFolder
 
 
@@ -33,12 +30,10 @@ class TestFollow:
             now[0] += seconds
 
         job = SlurmJob(name="x", workdir="/", run_folder=str(run.path), python="python", nodes=1, tasks_per_node=1)
-        launcher = SlurmLauncher(run, job, get_status=ask, clock=lambda: now[0])
+        launcher = SlurmLauncher(run, job, get_status=ask, clock=lambda: now[0], sleep=sleep)
         launcher.job_id = 7
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("danlu.runs.train.follow", partial(follow, sleep=sleep))
-                outcome: int | SlurmError = follow_job(launcher, ProgressDisplay(run, console), console)
+            outcome: int | SlurmError = follow_job(launcher, ProgressDisplay(run, console), console)
         except SlurmError as error:
             outcome = error
         assert isinstance(console.file, StringIO)

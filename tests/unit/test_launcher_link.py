@@ -23,7 +23,7 @@ LAUNCH = """
 import os, subprocess, sys, time
 from danlu.comm.launcher_link import RankLinks
 links = RankLinks()
-with links.open_link() as link:
+with links.open_link(0) as link:
     rank = subprocess.Popen([sys.executable, "-c", {rank!r}, str(link.fileno())], pass_fds=[link.fileno()])
 while links.slowest_phase != "training":
     links.poll_events()
@@ -37,7 +37,7 @@ from danlu.comm.launcher_link import LauncherLink
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 link = LauncherLink(int(sys.argv[1]))
-link.stop_when_launcher_exits(grace_period={grace_period})
+link.listen(grace_period={grace_period})
 link.report_phase("training")
 while {stubborn} or not asked:
     time.sleep(0.01)
@@ -68,7 +68,7 @@ def gone(process: int, seconds: float) -> bool:
 
 def test_a_launcher_that_was_gone_before_is_noticed_too() -> None:
     links = RankLinks()
-    with links.open_link() as link:
+    with links.open_link(0) as link:
         links.close()
         rank = subprocess.Popen(
             [sys.executable, "-c", RANK.format(grace_period=60.0, stubborn=False), str(link.fileno())],
@@ -79,7 +79,7 @@ def test_a_launcher_that_was_gone_before_is_noticed_too() -> None:
 
 def test_the_phase_is_that_of_the_slowest_rank() -> None:
     links = RankLinks()
-    ranks = [LauncherLink(links.open_link().detach()) for _ in range(3)]
+    ranks = [LauncherLink(links.open_link(rank).detach()) for rank in range(3)]
     assert links.slowest_phase == "starting the processes"
     for rank in ranks:
         rank.report_phase("importing torch")
@@ -97,7 +97,7 @@ def test_the_phase_is_that_of_the_slowest_rank() -> None:
 
 def test_a_launcher_that_does_not_listen_never_holds_up_a_rank() -> None:
     links = RankLinks()
-    rank = LauncherLink(links.open_link().detach())
+    rank = LauncherLink(links.open_link(0).detach())
     started = time.monotonic()
     for _ in range(3000):
         rank.report_event("x" * 1000)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from danlu.comm.launcher_link import LauncherLink
+from danlu.comm.launcher_link import LauncherLink, RegroupOrder
 from danlu.spec import RunFolder, SpecError
 from danlu.spec.profile import ProfileRequest
 from danlu.spec.text import printable
@@ -32,17 +32,19 @@ def worker(
     profile: Annotated[
         str | None, typer.Option(metavar="JSON", help="Profile these steps and ranks instead of training.")
     ] = None,
-    launcher_link: Annotated[int | None, typer.Option(help="Descriptor of the link to the launcher.")] = None,
-    single_host_threads: Annotated[
-        int | None, typer.Option(help="All ranks are on this host; each computes with so many threads.")
+    recoverable: Annotated[
+        bool, typer.Option("--recoverable", help="The launcher replaces ranks that fail; keep states in memory.")
+    ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Take the place of a rank that failed, in the world of this order."),
     ] = None,
+    launcher_link: Annotated[int | None, typer.Option(help="Descriptor of the link to the launcher.")] = None,
 ) -> None:
     """Train the run in a folder as one of its ranks."""
     sys.stdout, sys.stderr = _best_effort_stream(1), _best_effort_stream(2)
-    if single_host_threads is not None:
-        _set_single_host_defaults(single_host_threads)
     link = LauncherLink(launcher_link)
-    link.stop_when_launcher_exits()
+    link.listen()
     link.report_phase("importing torch")
     from danlu.comm.rendezvous import RankInfo
     from danlu.worker import run_worker
@@ -58,23 +60,12 @@ def worker(
             peak_cache=peaks,
             evaluate_step=evaluate_step,
             profile=ProfileRequest.model_validate_json(profile) if profile else None,
+            recoverable=recoverable,
+            order=RegroupOrder.from_json(order) if order else None,
         )
     except (SpecError, RunError) as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         sys.exit(2)
-
-
-def _set_single_host_defaults(threads: int) -> None:
-    """Set what libraries read when they are loaded; the user's own settings take precedence.
-
-    Threads that spin instead of sleeping gain nothing measurable on an idle machine, and on a busy one (twice as many
-    processes as cores) made a run of one rank five times slower. Gloo listens on the interface of the host's name,
-    which other hosts can reach; ranks of one host need only loopback.
-    """
-    assert sys.modules.keys().isdisjoint(("numpy", "torch")), "they have read their settings already"
-    defaults = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 def peak_cache_path(environment: Mapping[str, str]) -> Path | None:
@@ -100,7 +91,8 @@ def _best_effort_stream(descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True)
 
 
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+app.command()(worker)
+
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(worker)
     app()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from danlu.comm.own_sockets import own_sockets
+
 _ESTABLISHED, _LISTENING = "01", "0A"
 
 
@@ -38,7 +40,7 @@ def unauthorized_connection_error() -> UnauthorizedConnectionError | None:
 def unauthorized_uids() -> set[int]:
     """Ids of other users of this host that are connected to ports on which this process listens."""
     sockets = list(_sockets())
-    own = set(_own_inodes())
+    own = set(own_sockets().values())
     ports = {socket.local for socket in sockets if socket.state == _LISTENING and socket.inode in own}
     return {
         socket.uid
@@ -64,13 +66,3 @@ def _sockets() -> Iterator[_Socket]:
                 fields = line.split()
                 local, remote = (address.rpartition(":")[2] for address in fields[1:3])
                 yield _Socket(local, remote, fields[3], int(fields[7]), fields[9])
-
-
-def _own_inodes() -> Iterator[str]:
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            name = str(descriptor.readlink())
-        except OSError:  # closed meanwhile
-            continue
-        if name.startswith("socket:["):
-            yield name[8:-1]

@@ -99,7 +99,7 @@ def stack_path(run: Path, rank: int) -> Path:
     return flight_folder(run) / f"rank-{rank}.stack"
 
 
-def make_flight_folder(run: Path) -> None:
+def make_flight_folder(run: Path) -> Path:
     """Make the folder of a run's records, which no other user can read; raises `FlightRecordError`."""
     inner = flight_folder(run)
     for folder in (inner.parent, inner):
@@ -111,6 +111,7 @@ def make_flight_folder(run: Path) -> None:
             raise FlightRecordError(f"{folder} cannot be made: {error.strerror}") from None
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise FlightRecordError(f"{folder} must be of this user alone, but others own it or may enter it")
+    return inner
 
 
 class FlightWriter:
@@ -184,6 +185,15 @@ class FlightWriter:
                 at = _RECORDS_AT + ticket % CAPACITY * _RECORD.size + struct.calcsize("<qqd")
                 struct.pack_into("<d", self._memory, at, time.monotonic())
 
+    def begin_world(self) -> None:
+        """Forget the groups and collectives so far: those of a new world are numbered anew, on every rank."""
+        with self._lock:
+            self._groups.clear()
+            self._sequences.clear()
+            self._count = 0
+            self._memory[_RECORDS_AT:] = bytes(FILE_BYTES - _RECORDS_AT)
+            self._write_header()
+
     def remove(self) -> None:
         """Delete the record of a rank that ended well."""
         self.path.unlink(missing_ok=True)
@@ -239,6 +249,14 @@ def read_flights(run: Path, *, collectives: bool = True) -> list[RankFlight]:
         with suppress(OSError, FlightRecordError):
             found.append(read_flight(path, collectives=collectives))
     return sorted(found, key=lambda flight: flight.rank)
+
+
+def remove_snapshots(run: Path) -> None:
+    """Free the states that the ranks of a run kept in this host's memory."""
+    for path in flight_folder(run).glob("[0-9]*-[0-9]"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # records of ranks that failed stay
+        flight_folder(run).rmdir()
 
 
 def remove_flights(run: Path) -> None:

@@ -61,6 +61,12 @@ class FlightRecorder:
         """This rank is now at `phase` of the step after `step`."""
         self.writer.enter_phase(phase, step)
 
+    def begin_world(self) -> None:
+        """What was recorded so far was of another world, whose groups are no more."""
+        with self._lock:
+            self._pending.clear()
+        self.writer.begin_world()
+
     def close(self) -> None:
         """Record nothing more.
 

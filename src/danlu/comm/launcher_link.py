@@ -1,7 +1,7 @@
-"""The link between a launcher and each of its ranks on one host: a rank reports its phase and detects launcher exit.
+"""The link between a launcher and each of its ranks on one host: phases and events one way, orders the other.
 
-A socket pair. The rank's end only ever reads end-of-file, which the kernel delivers however the launcher exits, SIGKILL
-included; a launcher that exited before the rank started reading is detected too. No torch.
+A socket pair. A rank reads end-of-file however the launcher exits, SIGKILL included; a launcher that exited before the
+rank started reading is detected too. No torch.
 """
 
 import json
@@ -10,12 +10,45 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 GRACE_PERIOD = 300.0
 """Seconds a rank without a launcher has to finish its step and save before it is killed."""
-_MAX_MESSAGE_BYTES = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 16
+FIRST_STEP = "first step"
+"""The phase of a rank that is about to train: the run's start is among its events."""
+
+
+@dataclass(frozen=True)
+class RegroupOrder:
+    """An order to leave a world that has lost ranks, and to join the next one."""
+
+    generation: int
+    """Number of the world to join; what belongs to an earlier one is late."""
+    endpoint: str
+    """Where its ranks meet."""
+    ranks: tuple[int, ...]
+    """Ranks that are new processes in it."""
+    cause: str
+    """What happened, in one line."""
+    failed_at: float
+    """When it was seen, in seconds since the epoch."""
+    has_started: bool
+    """Whether the start of the run is among its events."""
+    quarantined: tuple[int, ...] = ()
+    """Steps whose batches are not trained on."""
+
+    def to_json(self) -> str:
+        """As one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RegroupOrder":
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        return cls(**fields | {name: tuple(fields[name]) for name in ("ranks", "quarantined")})
 
 
 class LauncherLink:
@@ -23,13 +56,31 @@ class LauncherLink:
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._socket = None if descriptor is None else socket.socket(fileno=descriptor)
+        self._order: RegroupOrder | None = None
+        self._refused = False
+        self._told = threading.Condition()
+        self.on_order: Callable[[], None] = lambda: None
+        """Called in the link's thread when an order comes: ends what this rank waits in."""
 
-    def stop_when_launcher_exits(self, grace_period: float = GRACE_PERIOD) -> None:
-        """When the launcher exits: SIGTERM to this process (stop after the step), SIGKILL after the grace period."""
+    def listen(self, grace_period: float = GRACE_PERIOD) -> None:
+        """Take orders from now on, in a thread of its own.
+
+        When the launcher exits: SIGTERM to this process (stop after the step), SIGKILL after the grace period.
+        """
         if self._socket is not None:
             threading.Thread(
-                target=_stop_after_launcher, args=(self._socket, grace_period), name="danlu-launcher", daemon=True
+                target=self._listen, args=(self._socket, grace_period), name="danlu-launcher", daemon=True
             ).start()
+
+    def order_after(self, generation: int, seconds: float = 0.0) -> RegroupOrder | None:
+        """The newest order to join a later world; waits for one so long, or until the launcher says that none comes."""
+        with self._told:
+            if self._socket is not None:
+                self._told.wait_for(lambda: self._refused or self._is_later(generation), seconds)
+            return self._order if self._is_later(generation) else None
+
+    def _is_later(self, generation: int) -> bool:
+        return self._order is not None and self._order.generation > generation
 
     def close(self) -> None:
         """Close the link."""
@@ -40,24 +91,39 @@ class LauncherLink:
         """Report what this rank is doing before its first step."""
         self._send({"phase": phase})
 
+    def report_generation(self, generation: int) -> None:
+        """Report that this rank has left earlier worlds, and waits for the others in this one."""
+        self._send({"generation": generation})
+
+    def report_lost(self, generation: int) -> None:
+        """Report that connections to other ranks of this world broke."""
+        self._send({"lost": generation})
+
     def report_event(self, line: str) -> None:
         """Send the launcher an event, as JSON, that could not be written to disk."""
         self._send({"event": line})
 
-    def _send(self, message: dict[str, str]) -> None:
+    def _send(self, message: dict[str, str | int]) -> None:
         """Send a message if the launcher reads; training never waits for it."""
         raw = json.dumps(message).encode()
-        if self._socket is not None and len(raw) <= _MAX_MESSAGE_BYTES:
+        if self._socket is not None and len(raw) <= MAX_MESSAGE_BYTES:
             with suppress(OSError):
                 self._socket.send(raw, socket.MSG_DONTWAIT)
 
-
-def _stop_after_launcher(link: socket.socket, grace_period: float) -> None:
-    while link.recv(_MAX_MESSAGE_BYTES):
-        pass  # a launcher sends nothing
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace_period)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def _listen(self, link: socket.socket, grace_period: float) -> None:
+        while raw := link.recv(MAX_MESSAGE_BYTES):
+            text = json.loads(raw)["regroup"]
+            with self._told:
+                self._order = RegroupOrder.from_json(text) if text else self._order
+                self._refused = not text
+                self._told.notify_all()
+            self.on_order()
+        with self._told:
+            self._refused = True
+            self._told.notify_all()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_period)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
@@ -68,22 +134,55 @@ class RankLinks:
     """The last phase that each rank reported."""
     _order: list[str] = field(default_factory=list)
     """All reported phases, in the order of their first report."""
-    _sockets: list[socket.socket] = field(default_factory=list)
+    _sockets: dict[int, socket.socket] = field(default_factory=dict)
+    _generations: dict[int, int] = field(default_factory=dict)
+    """The newest world that each rank waits in or is part of."""
+    _lost: dict[int, int] = field(default_factory=dict)
+    """The newest world of each rank in which connections broke."""
 
-    def open_link(self) -> socket.socket:
-        """A link for the next rank; pass the returned end to it, then close it here."""
+    def open_link(self, rank: int) -> socket.socket:
+        """A link for a rank, in place of any that it had; pass the returned end to it, then close it here."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sockets.append(mine)
+        if (earlier := self._sockets.pop(rank, None)) is not None:
+            earlier.close()
+        self._sockets[rank] = mine
+        self._phases.pop(rank, None)
         return theirs
+
+    def has_lost(self, generation: int) -> bool:
+        """Whether a rank reported that connections of this world broke."""
+        return any(lost >= generation for lost in self._lost.values())
+
+    def forget_phases(self) -> None:
+        """All ranks start again."""
+        self._phases.clear()
+
+    def order(self, rank: int, order: RegroupOrder | None) -> None:
+        """Order a rank to regroup; None says that no such order will come."""
+        with suppress(OSError):  # it has ended, or does not read: whoever watches it finds out
+            raw = json.dumps({"regroup": order.to_json() if order else None}).encode()
+            self._sockets[rank].send(raw, socket.MSG_DONTWAIT)
+
+    def generation_of(self, rank: int) -> int:
+        """The newest world that a rank reported."""
+        return self._generations.get(rank, 0)
+
+    def phase_of(self, rank: int) -> str:
+        """What a rank said last that it is doing."""
+        return self._phases.get(rank, "")
 
     def poll_events(self) -> list[str]:
         """Events that ranks could not write to disk, as JSON; also updates the phases of the ranks."""
         events: list[str] = []
-        for rank, link in enumerate(self._sockets):
+        for rank, link in self._sockets.items():
             with suppress(OSError):
-                while raw := link.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT):
+                while raw := link.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT):
                     message = json.loads(raw)
                     events += [message["event"]] if "event" in message else []
+                    if "generation" in message:
+                        self._generations[rank] = message["generation"]
+                    if "lost" in message:
+                        self._lost[rank] = message["lost"]
                     if "phase" in message:
                         self._phases[rank] = message["phase"]
                         self._order += [] if message["phase"] in self._order else [message["phase"]]
@@ -100,5 +199,5 @@ class RankLinks:
 
     def close(self) -> None:
         """Close the links; ranks that still run stop."""
-        for link in self._sockets:
+        for link in self._sockets.values():
             link.close()

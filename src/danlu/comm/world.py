@@ -1,5 +1,6 @@
 """The ranks of a run and their collectives: the only user of torch's default process group."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from danlu import torch_compat
+from danlu.comm.interrupt import shut_connections
+from danlu.comm.own_sockets import own_sockets
 from danlu.comm.rendezvous import RankInfo
 from danlu.torch_compat import PrefixStore, Store
 
@@ -20,6 +23,13 @@ TIMEOUT = timedelta(minutes=10)
 CPU = torch.device("cpu")
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 Reduction = Literal["sum", "max", "min"]
+
+
+_FIRST_POLL, _SLOWEST_POLL = 0.002, 0.2
+
+
+class JoinCanceledError(RuntimeError):
+    """A world that this process waited to join will never be complete."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class World:
     timeout: timedelta = TIMEOUT
     store: Store | None = None
     """Key-value store of all ranks; None where there is no rendezvous."""
+    earlier_sockets: frozenset[str] = frozenset()
+    """Sockets that this process had before it joined: not the world's."""
 
     @classmethod
     def join(
@@ -48,12 +60,19 @@ class World:
         *,
         generation: int = 0,
         timeout: timedelta = TIMEOUT,
+        canceled: Callable[[], bool] | None = None,
     ) -> Self:
-        """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined."""
+        """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined.
+
+        With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
+        waited for may die meanwhile.
+        """
         store = PrefixStore(f"generation-{generation}", store)
-        size = rank_info.world_size
+        size, earlier = rank_info.world_size, frozenset(own_sockets().values())
+        if canceled is not None:
+            _wait_for_all(store, size, generation, canceled)
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
-        return cls(rank_info.rank, size, rank_info.local_rank, device, generation, timeout, store)
+        return cls(rank_info.rank, size, rank_info.local_rank, device, generation, timeout, store, earlier)
 
     @classmethod
     def fake(cls, rank: int, size: int) -> Self:
@@ -76,6 +95,12 @@ class World:
         """
         dist.destroy_process_group()
         torch_compat.clear_dtensor_caches()
+
+    def interrupt(self) -> None:
+        """End the collectives in which this process waits, and all later ones, with an error; from any thread."""
+        if dist.is_initialized() and dist.get_backend() != "gloo":
+            torch_compat.abort_process_groups()
+        shut_connections(self.earlier_sockets)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> None:
         """Reduce a tensor over all ranks, in place; not waited for before its values are read."""
@@ -137,6 +162,16 @@ class World:
         if ranks is None:
             return DeviceMesh.from_group(real[0], self.device.type)
         return DeviceMesh.from_group(real, self.device.type, ranks, mesh_dim_names=names)
+
+
+def _wait_for_all(store: Store, size: int, generation: int, canceled: Callable[[], bool]) -> None:
+    arrived, pause = store.add("arrived", 1), _FIRST_POLL
+    while arrived < size:
+        if canceled():
+            raise JoinCanceledError(f"generation {generation} will not be complete: {arrived} of {size} ranks came")
+        time.sleep(pause)
+        pause = min(1.2 * pause, _SLOWEST_POLL)
+        arrived = store.add("arrived", 0)
 
 
 def ranks_of(group: ProcessGroup) -> list[int]:

@@ -123,6 +123,12 @@ class CheckpointManager:
             return False
         return True
 
+    def save_if_lost(self, state: TrainState, last: bool) -> None:
+        """After the state was restored from memory: save it if that was due, and was lost with the ranks."""
+        self.last_saved_step = self.checkpoints.latest_step()
+        if self.last_saved_step is None or self.last_saved_step < state.step:
+            self.save_if_due(state, last)
+
     @property
     def too_many_failures(self) -> bool:
         """Whether so many saves in a row have failed that the run is to stop."""
@@ -136,6 +142,10 @@ class CheckpointManager:
         """Wait for saves in flight, and report their results."""
         self.checkpoints.close()
         self._record_finished_saves()
+
+    def abort(self) -> None:
+        """Give up saves in flight and free their memory, without the other ranks."""
+        self.checkpoints.abort()
 
     def _save_last(self, state: TrainState) -> None:
         self.checkpoints.wait_for_saves()

@@ -19,7 +19,9 @@ from danlu.framework.stages import (
     NoCheckpoints,
     NoEvaluation,
     NoProgress,
+    NoSnapshots,
     ProgressStage,
+    SnapshotStage,
 )
 from danlu.framework.state import TrainState
 from danlu.framework.step_guard import Verdict
@@ -51,6 +53,9 @@ class TrainStages:
     memory_peak: Callable[[], int] = _unknown_memory
     """Largest memory of this rank so far, in bytes."""
     progress: ProgressStage = field(default_factory=NoProgress)
+    snapshots: SnapshotStage = field(default_factory=NoSnapshots)
+    quarantined: frozenset[int] = frozenset()
+    """Steps that failed again and again, here by the number of steps before them: their batches are passed over."""
     compute_metrics: MetricsStage = compute_step_metrics
     """Global loss, norm and stop request; a dry run has its own, because its tensors have no values to read."""
 
@@ -72,10 +77,15 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
     recovery, last = SpikeRecovery(recipe, stages.checkpoints, stages.events), False
     while state.step < recipe.steps and not last:
         _evaluate_if_due(state, stages)  # a run that was asked to stop does this when it resumes
+        if state.step in stages.quarantined:
+            _pass_over_batch(recipe, state, stages)
+            continue
         step = take_step(recipe, state, mesh, stages)
         stages.events.write(step.event)
         last = step.stop_requested
-        if recovery.rewound(state, step.event, step.verdict):
+        rewound = recovery.rewound(state, step.event, step.verdict)
+        stages.snapshots.take_if_due(state)  # in memory that outlives this process: a fault costs the step in flight
+        if rewound:
             continue  # the state is that of a checkpoint: there is nothing new to save
         state.guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
         last |= state.step == recipe.steps
@@ -89,6 +99,17 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
             stages.data.refresh(state.cursor)  # a broadcast: all ranks read appended data from the same sample on
     if state.step == recipe.steps:
         _evaluate_if_due(state, stages)
+
+
+def _pass_over_batch(recipe: Recipe, state: TrainState, stages: TrainStages) -> None:
+    count = recipe.batch.sequences_at(state.cursor)
+    stages.events.warn(
+        f"the program failed twice at step {state.step + 1:,}: its batch, samples {state.cursor:,} to "
+        f"{state.cursor + count - 1:,}, is passed over (`danlu data locate` shows them)"
+    )
+    state.next_step(count)
+    if state.step == recipe.steps:
+        stages.checkpoints.save_if_due(state, last=True)
 
 
 def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:

@@ -70,11 +70,23 @@ class EventSink(Protocol):
         ...
 
 
+class SnapshotStage(Protocol):
+    """Keeps the newest states where they outlive this process; `StateSnapshots` is the one of a run."""
+
+    def take_if_due(self, state: TrainState) -> None:
+        """Keep the state as it is now, if it is time to."""
+        ...
+
+
 class ProgressStage(Protocol):
     """Hears where in a step this rank is; `FlightRecorder` is the one of a run."""
 
     def enter_phase(self, phase: str, step: int) -> None:
         """This rank is now at `phase` of the step after `step`."""
+        ...
+
+    def begin_world(self) -> None:
+        """What was heard so far was of another world."""
         ...
 
 
@@ -131,10 +143,20 @@ class NoEvaluation:
         return None
 
 
+class NoSnapshots:
+    """Keeps nothing."""
+
+    def take_if_due(self, state: TrainState) -> None:
+        """Never."""
+
+
 class NoProgress:
     """Tells nobody."""
 
     def enter_phase(self, phase: str, step: int) -> None:
+        """Ignore it."""
+
+    def begin_world(self) -> None:
         """Ignore it."""
 
 

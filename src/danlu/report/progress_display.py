@@ -15,12 +15,14 @@ from danlu.report import formatting
 from danlu.report.checkpoints import format_save, format_save_estimate, resume_rows
 from danlu.report.evaluations import format_evaluation
 from danlu.report.event_tail import EventTail
+from danlu.report.recoveries import format_recovery
 from danlu.report.run_history import RunHistory
 from danlu.report.spikes import format_spike
 from danlu.report.terminal import Console
 from danlu.spec import (
     Event,
     PreflightEvent,
+    RecoveryEvent,
     ResumeEvent,
     RunFolder,
     SaveEvent,
@@ -112,6 +114,8 @@ class ProgressDisplay:
                 self._console.print(Text(f"resumed from step {event.step:,}", style="bold"))
                 for name, text in resume_rows(event):
                     self._console.print(Text.assemble((f"  {name:<9}", "dim"), text), soft_wrap=True)
+            elif isinstance(event, RecoveryEvent):
+                self._console.print(Text.assemble(("fault   ", "red"), format_recovery(event)), soft_wrap=True)
             elif isinstance(event, PreflightEvent):
                 self._console.print(Text(format_save_estimate(event), style="dim"), soft_wrap=True)
             elif isinstance(event, SpikeEvent):

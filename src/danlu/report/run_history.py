@@ -15,6 +15,7 @@ from danlu.spec import (
     Event,
     PreflightEvent,
     Problem,
+    RecoveryEvent,
     ResumeEvent,
     RunFolder,
     SaveEvent,
@@ -55,6 +56,8 @@ class RunHistory:
     """By step; a step evaluated again after a restart counts once."""
     resumes: list[ResumeEvent] = field(default_factory=list)
     """Every resume from a checkpoint, with its verification."""
+    recoveries: list[RecoveryEvent] = field(default_factory=list)
+    """Every time that ranks were lost and the run went on."""
     preflight: PreflightEvent | None = None
     """What the newest start measured about saving."""
     spikes: list[SpikeEvent] = field(default_factory=list)
@@ -117,6 +120,9 @@ class RunHistory:
                 self.evaluated[event.step] = event
             case ResumeEvent():
                 self.resumes.append(event)
+            case RecoveryEvent():
+                self.lost_steps += self._drop_steps_after(event.step)
+                self.recoveries.append(event)
             case PreflightEvent():
                 self.preflight = event
             case EndEvent():

@@ -46,6 +46,11 @@ class HostWatch:
         self.run, self.watch = run, ProgressWatch()
         self._busy_since: dict[int, tuple[float, float]] = {}
 
+    def restart(self) -> None:
+        """The ranks have started again: what they did before says nothing about now, but their pace is the same."""
+        self.watch.restart()
+        self._busy_since.clear()
+
     def look(self) -> Diagnosis | None:
         """A diagnosis if the run has just been found to hang."""
         now = time.monotonic()

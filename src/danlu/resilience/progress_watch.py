@@ -54,6 +54,10 @@ class ProgressWatch:
         elif step < self._step:  # rewound, or started again
             self._step = step
 
+    def restart(self) -> None:
+        """The ranks have started again, at an earlier step perhaps; their pace is known."""
+        self.quiet, self.reported, self._looked, self._places, self._longest = 0.0, False, None, {}, 0.0
+
     @property
     def deadline(self) -> float | None:
         """Seconds without a move after which the run hangs; None while its pace is unknown."""

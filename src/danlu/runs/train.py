@@ -82,7 +82,7 @@ def train_prepared(run: RunFolder, lock: RunLock, console: Console) -> TrainResu
         print_warning(lock.warning)
     live = ProgressDisplay(run, console)
     try:
-        with lock, LocalLauncher(run, world, lock) as ranks:
+        with lock, LocalLauncher(run, world, lock, restarts=recipe.resilience.restarts) as ranks:
             result = follow_ranks(ranks, live, console)
             _record_end(run, result)
     except OSError as error:

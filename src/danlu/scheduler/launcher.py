@@ -10,7 +10,7 @@ from typing import Literal, Protocol, Self
 
 from danlu.resilience.describe import describe_diagnosis
 from danlu.resilience.diagnosis import Diagnosis
-from danlu.spec import EndEvent, RunFolder, SpikeEvent, StartEvent, StepEvent, WarningEvent
+from danlu.spec import EndEvent, RecoveryEvent, RunFolder, SpikeEvent, StartEvent, StepEvent, WarningEvent
 
 EXIT_STOPPED = 3
 """Exit code of a run that was stopped before its last step: a shell does not run what follows `&&`."""
@@ -49,8 +49,6 @@ class Launcher(Protocol):
     """The ranks of one run folder. As a context manager it starts them; on exit none is left that depends on it."""
 
     run: RunFolder
-    poll_seconds: float
-    """Seconds between two calls of `poll`."""
     stop_requested: bool
     """Whether `stop` was called, by a signal too."""
 
@@ -64,6 +62,10 @@ class Launcher(Protocol):
         """Look at the ranks."""
         ...
 
+    def wait(self) -> None:
+        """Return when it is time for the next `poll`."""
+        ...
+
     def stop(self, *, now: bool = False) -> None:
         """Stop the ranks after their step, with a checkpoint; `now` kills them."""
         ...
@@ -73,16 +75,14 @@ class Launcher(Protocol):
         ...
 
 
-def follow(
-    launcher: Launcher, on_progress: Callable[[LaunchProgress], None], sleep: Callable[[float], None] = time.sleep
-) -> LaunchResult:
+def follow(launcher: Launcher, on_progress: Callable[[LaunchProgress], None]) -> LaunchResult:
     """Look at the ranks regularly until all have ended."""
     while True:
         progress = launcher.poll()
         on_progress(progress)
         if not progress.is_running:
             return launcher.result()
-        sleep(launcher.poll_seconds)
+        launcher.wait()
 
 
 def record_hang(run: RunFolder, found: Diagnosis, quiet: float) -> None:
@@ -97,7 +97,7 @@ def record_end(run: RunFolder, outcome: Literal["failed", "stopped"], message: s
     """Append the end of a run whose rank 0 could not record it itself."""
     step = 0
     for event in run.read_events():
-        if isinstance(event, StartEvent | StepEvent):
+        if isinstance(event, StartEvent | StepEvent | RecoveryEvent):
             step = event.step
         elif isinstance(event, SpikeEvent) and event.rewound_to is not None:
             step = event.rewound_to

@@ -1,9 +1,8 @@
-"""The ranks of a run as processes on this machine."""
+"""The ranks of a run as processes on this machine, forked from one that has imported torch."""
 
 import os
+import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -12,9 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from danlu.comm.launcher_link import RankLinks
-from danlu.resilience.host_watch import HostWatch
-from danlu.scheduler.launcher import LaunchProgress, LaunchResult, record_hang
+from danlu.comm.flight_record import remove_flights, remove_snapshots
+from danlu.comm.launcher_link import RankLinks, RegroupOrder
+from danlu.scheduler.fork_server import ForkServer, RankProcess
+from danlu.scheduler.launcher import LaunchProgress, LaunchResult
+from danlu.scheduler.local_recovery import LocalRecovery
 from danlu.scheduler.rank_failure import count_oom_kills, describe_failure, log_tail, read_failure
 from danlu.scheduler.rendezvous_file import rendezvous_file
 from danlu.spec import RankFailureEvent, RunFolder
@@ -36,11 +37,21 @@ class LocalLauncher:
     poll_seconds = 0.1
 
     def __init__(
-        self, run: RunFolder, world: int, lock: RunLock | None = None, *, worker_options: Sequence[str] = ()
+        self,
+        run: RunFolder,
+        world: int,
+        lock: RunLock | None = None,
+        *,
+        worker_options: Sequence[str] = (),
+        restarts: int = 0,
     ) -> None:
-        """`worker_options` are passed to every rank's worker."""
-        self.run, self.world_size, self.worker_options = run, world, tuple(worker_options)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        """`worker_options` are passed to every rank's worker.
+
+        Ranks that die or hang are replaced, up to `restarts` times without a new step between.
+        """
+        self.run, self.world_size = run, world
+        self.worker_options = (*worker_options, *(["--recoverable"] if restarts else []))
+        self.processes: list[RankProcess] = []
         self.links = RankLinks()
         self.stop_requested = False
         self._lock = lock
@@ -51,18 +62,22 @@ class LocalLauncher:
         self._oom_kills = count_oom_kills()
         self._unwritten_failures: dict[int, RankFailureEvent] = {}
         self._previous_handlers: dict[signal.Signals, Any] = {}
-        self._watch = HostWatch(run.path)
+        self._fork_server: ForkServer | None = None
+        self._store = ""
+        self._recovery = LocalRecovery(self, restarts)
 
     def __enter__(self) -> Self:
         self.run.logs.mkdir(exist_ok=True)
-        store = self._exit_stack.enter_context(rendezvous_file())
+        remove_flights(self.run.path)  # and with them the states that an earlier launch left in memory
+        self._exit_stack.callback(remove_snapshots, self.run.path)
+        self._store = self._exit_stack.enter_context(rendezvous_file())
         self._exit_stack.callback(self.links.close)
         if threading.current_thread() is threading.main_thread():  # Python handles signals in no other
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._previous_handlers[number] = signal.signal(number, self._on_stop_signal)
         try:
             for rank in range(self.world_size):
-                self.processes.append(self._start(rank, store))
+                self.processes.append(self._start(rank))
         except OSError:
             self.__exit__(None, None, None)
             raise
@@ -78,44 +93,68 @@ class LocalLauncher:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _start(self, rank: int, store: str) -> "subprocess.Popen[bytes]":
-        threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
-        command = [sys.executable, "-m", "danlu.cli.worker", str(self.run.path), "--store", store]
-        command += ["--rank", str(rank), "--world", str(self.world_size), "--local-rank", str(rank), "--locked"]
-        command += self.worker_options
-        with self.links.open_link() as link, self.log_path(rank).open("ab") as log:
-            command += ["--single-host-threads", str(threads), "--launcher-link", str(link.fileno())]
-            inherited = (link.fileno(), *([self._lock.descriptor] if self._lock else ()))
-            # A new session: signals from the terminal reach the ranks only through `_on_stop_signal`. No input: a
-            # library that asks for a password there would wait forever.
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=inherited,
-            )
+    def _start(self, rank: int, order: RegroupOrder | None = None) -> RankProcess:
+        if self._fork_server is None or not self._fork_server.is_alive:
+            threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
+            with self.log_path(rank).open("ab") as log:
+                self._fork_server = ForkServer(threads, log)
+            self._exit_stack.callback(self._fork_server.close)
+        arguments = [str(self.run.path), "--store", self._store, "--locked", *self.worker_options]
+        arguments += ["--rank", str(rank), "--world", str(self.world_size), "--local-rank", str(rank)]
+        arguments += ["--order", order.to_json()] if order else []
+        with self.links.open_link(rank) as link, self.log_path(rank).open("ab") as log:
+            lock = [self._lock.descriptor] if self._lock else []
+            return self._fork_server.fork(arguments, log.fileno(), link.fileno(), *lock)
+
+    def endpoint_of(self, generation: int) -> str:
+        """Where the ranks of a world meet: each has its own, so that nobody who is late finds the others."""
+        return f"{self._store}-{generation}"
+
+    def replace(self, ranks: Sequence[int], order: RegroupOrder) -> None:
+        """Start new processes in the place of ranks that have ended, and order the others to join them."""
+        for rank in range(self.world_size):
+            if rank not in ranks:
+                self.links.order(rank, order)
+        for rank in ranks:
+            self.processes[rank] = self._start(rank, order)
 
     def log_path(self, rank: int) -> Path:
         """The log file of a rank."""
         return self.run.logs / f"rank-{rank}.log"
 
     def poll(self) -> LaunchProgress:
-        """Look at the ranks; those that wait for a failed one are killed after a while."""
+        """Look at the ranks; lost ones are replaced, or else those that wait for them are killed after a while."""
+        unwritten = self.links.poll_events()
+        for event in parse_known_events(unwritten):
+            if isinstance(event, RankFailureEvent):
+                self._unwritten_failures[event.rank] = event
+        if not self.stop_requested:
+            self._recovery.look()
         is_running = any(process.poll() is None for process in self.processes)
         if is_running and any(process.poll() for process in self.processes):
             self._deadline = min(self._deadline, time.monotonic() + _GRACE_PERIOD)
             if time.monotonic() > self._deadline:
                 self._failed_rank = self.failed_rank  # before the others are killed, which is not their own failure
                 self._signal_all(signal.SIGKILL)
-        unwritten = self.links.poll_events()
-        for event in parse_known_events(unwritten):
-            if isinstance(event, RankFailureEvent):
-                self._unwritten_failures[event.rank] = event
-        if (hang := self._watch.look()) is not None:
-            record_hang(self.run, hang, self._watch.watch.quiet)
-        return LaunchProgress(is_running, self.links.slowest_phase, tuple(unwritten))
+        return LaunchProgress(is_running, self._phase, tuple(unwritten))
+
+    @property
+    def fork_server_pid(self) -> int:
+        """The process that forks the ranks."""
+        assert self._fork_server is not None
+        return self._fork_server.pid
+
+    @property
+    def _phase(self) -> str:
+        importing = self._fork_server is not None and not self._fork_server.is_ready
+        return "importing torch" if importing else self.links.slowest_phase
+
+    def wait(self) -> None:
+        """Return after a moment, or sooner if a rank has ended."""
+        if self._fork_server is not None and self._fork_server.is_alive:
+            select.select([self._fork_server], [], [], self.poll_seconds)
+        else:
+            time.sleep(self.poll_seconds)
 
     @property
     def failed_rank(self) -> int | None:
@@ -126,10 +165,16 @@ class LocalLauncher:
         return min(failed, key=self._failure_key, default=None)
 
     def _failure_key(self, rank: int) -> tuple[bool, float, int]:
-        failure = self._failure(rank)
-        return self.processes[rank].returncode > 0, failure.time if failure else float("inf"), rank
+        failure = self.failure(rank)
+        return self.exit_code(rank) > 0, failure.time if failure else float("inf"), rank
 
-    def _failure(self, rank: int) -> RankFailureEvent | None:
+    def exit_code(self, rank: int) -> int:
+        """Of a rank that has ended."""
+        code = self.processes[rank].returncode
+        assert code is not None
+        return code
+
+    def failure(self, rank: int) -> RankFailureEvent | None:
         """What a rank of this launch reported about its failure."""
         pid = self.processes[rank].pid
         return self._unwritten_failures.get(rank) or read_failure(self.run, rank, since=self._started_at, pid=pid)
@@ -139,16 +184,20 @@ class LocalLauncher:
         rank = self.failed_rank
         if rank is None:
             return LaunchResult()
-        code = self.processes[rank].returncode
-        if self.stop_requested and code < 0:
+        if self.stop_requested and self.exit_code(rank) < 0:
             return LaunchResult(exit_code=1, killed_on_request=True)
+        tail = tuple(log_tail(self.failure(rank), self._read_log(rank)))
+        return LaunchResult(1, self._recovery.reason or self.describe(rank), self.log_path(rank), tail)
+
+    def describe(self, rank: int) -> str:
+        """Why a rank ended, in one line."""
+        return describe_failure(rank, self.exit_code(rank), self.failure(rank), self._read_log(rank), self._oom_kills)
+
+    def _read_log(self, rank: int) -> str:
         try:
-            log = self.log_path(rank).read_text(errors="replace")
+            return self.log_path(rank).read_text(errors="replace")
         except OSError as error:
-            log = f"its log cannot be read: {error}"
-        failure = self._failure(rank)
-        message = describe_failure(rank, code, failure, log, self._oom_kills)
-        return LaunchResult(1, message, self.log_path(rank), tuple(log_tail(failure, log)))
+            return f"its log cannot be read: {error}"
 
     def stop(self, *, now: bool = False) -> None:
         """Stop the ranks after their step, with a checkpoint; `now` kills them."""

@@ -13,6 +13,7 @@ from danlu.scheduler.slurm import JobStatus, SlurmError, cancel_job, get_job_sta
 from danlu.spec import EndEvent, RunFolder
 from danlu.storage.run_lock import RunLock
 
+_POLL_SECONDS = 0.5
 _STATUS_POLL_SECONDS = 3.0
 """Seconds between two queries to the controller."""
 _STATUS_TIMEOUT = 900.0
@@ -26,8 +27,6 @@ class SlurmLauncher:
     The controller is queried regularly, and may be down for a while.
     """
 
-    poll_seconds = 0.5
-
     def __init__(
         self,
         run: RunFolder,
@@ -35,12 +34,13 @@ class SlurmLauncher:
         lock: RunLock | None = None,
         get_status: Callable[[int], JobStatus] = get_job_status,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.run, self.job = run, job
         self.stop_requested = False
         self.job_id = 0
         """Of the submitted job."""
-        self._lock, self._get_status, self._clock = lock, get_status, clock
+        self._lock, self._get_status, self._clock, self._sleep = lock, get_status, clock, sleep
         self._started_at = time.time()
         self._status: JobStatus | None = None
         self._notice = ""
@@ -81,6 +81,10 @@ class SlurmLauncher:
         reason = f" ({status.reason})" if status.reason != "None" else ""
         notice = f"job {self.job_id}: {status.state.lower()}{reason}{restarts}"
         return self._progress(notice, is_running=not status.is_finished)
+
+    def wait(self) -> None:
+        """Return when it is time for the next `poll`."""
+        self._sleep(_POLL_SECONDS)
 
     def _progress(self, notice: str, *, is_running: bool) -> LaunchProgress:
         notices = () if notice == self._notice else (notice,)

@@ -168,6 +168,25 @@ class ResumeEvent(SpecModel):
     """Samples that are skipped; None as above."""
 
 
+class RecoveryEvent(SpecModel):
+    """Ranks were lost, and the run goes on: from which state, and what that cost."""
+
+    kind: Literal["recovered"] = "recovered"
+    time: Timestamp
+    step: BoundedInt
+    """Steps done of the state that the run goes on from. Events of later steps before this one are repeated."""
+    generation: BoundedInt
+    """How many worlds the run had before in this launch."""
+    ranks: tuple[BoundedInt, ...]
+    """Ranks that are new processes."""
+    cause: str
+    """What happened, in one line."""
+    source: Literal["memory", "checkpoint", "start"]
+    """Where the state comes from: memory of the host, the newest checkpoint, or the first step."""
+    seconds: FiniteFloat
+    """From when the fault was seen to when the ranks are ready again."""
+
+
 class PreflightEvent(SpecModel):
     """A trial save before the first step: the store accepts it, and this is what it will cost."""
 
@@ -233,6 +252,7 @@ Event = Annotated[
     | SpikeEvent
     | SaveEvent
     | ResumeEvent
+    | RecoveryEvent
     | PreflightEvent
     | WarningEvent
     | RankFailureEvent

@@ -11,6 +11,7 @@ from danlu.spec.description import MAX_COUNT, PositiveInt, SpecModel, TupleOf
 from danlu.spec.model import Model, Mtp, SequenceLength
 from danlu.spec.names import Name
 from danlu.spec.quantity import Bytes
+from danlu.spec.resilience import ResilienceConfig
 from danlu.spec.spikes import SpikeConfig
 
 MODEL_TAGS = ("described", "own")
@@ -411,6 +412,8 @@ class Recipe(SpecModel):
     """Weights & Biases, Prometheus, a feed of events; none of them if omitted."""
     spikes: SpikeConfig = SpikeConfig()
     """What to do about a loss or gradient norm that jumps."""
+    resilience: ResilienceConfig = ResilienceConfig()
+    """What to do about ranks that die or hang."""
 
     @property
     def mtp(self) -> Mtp | None:

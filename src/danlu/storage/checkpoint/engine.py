@@ -297,6 +297,9 @@ class CheckpointEngine:
 
     def abort(self) -> None:
         """Free the memory at once, without the other ranks; a running save is given up."""
+        if self._scrubber is not None:
+            self._scrubber.close()
+        self._saver.cancel_attempts()
         self._saver.abort()
 
     def _agree_on_attempt(self, mine: Sequence[LocalShard]) -> tuple[str, list[LocalShard]] | None:

@@ -1,0 +1,175 @@
+"""Ranks of this host that die or hang are replaced, and the run goes on from its newest state."""
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from danlu.comm.flight_record import read_flights
+from danlu.comm.launcher_link import FIRST_STEP, RankLinks, RegroupOrder
+from danlu.resilience.describe import describe_diagnosis
+from danlu.resilience.diagnosis import Diagnosis
+from danlu.resilience.host_watch import HostWatch
+from danlu.resilience.policy import Fault, FaultKind, Means, Replace, Restore, Retry, Stop, decide
+from danlu.scheduler.fork_server import RankProcess
+from danlu.scheduler.launcher import record_hang
+from danlu.spec import RankFailureEvent, RunFolder
+
+JOIN_SECONDS = 5.0
+"""Seconds that a rank has to leave a world after it was ordered to; then it is killed, and replaced too."""
+READY_SECONDS = 60.0
+"""Seconds that ranks have at least to build and restore; three times as long as the first start if that took longer."""
+LOST_SECONDS = 0.5
+"""Seconds after connections broke in which a rank that died is surely seen; after that it was the network."""
+_NOT_KILLED_FOR = ("data", "storage", "file system")
+"""What a new process would wait for too."""
+
+
+class LocalRanks(Protocol):
+    """What recovery needs of a launcher."""
+
+    run: RunFolder
+    links: RankLinks
+    processes: list[RankProcess]
+
+    def failure(self, rank: int) -> RankFailureEvent | None:
+        """What a rank reported about its failure."""
+        ...
+
+    def describe(self, rank: int) -> str:
+        """Why a rank ended, in one line."""
+        ...
+
+    def endpoint_of(self, generation: int) -> str:
+        """Where the ranks of a world meet."""
+        ...
+
+    def replace(self, ranks: Sequence[int], order: RegroupOrder) -> None:
+        """Start new processes in the place of ranks that have ended, and order the others to join them."""
+        ...
+
+
+class LocalRecovery:
+    """Looks at the ranks of a launch now and then, and carries out what the policy decides."""
+
+    def __init__(self, ranks: LocalRanks, restarts: int) -> None:
+        """Without `restarts` it only says who hangs."""
+        self.generation = 0
+        self.faults: list[Fault] = []
+        self.reason = ""
+        """Why the run is not recovered any more; empty while it is."""
+        self._ranks, self._restarts = ranks, restarts
+        self._watch = HostWatch(ranks.run.path)
+        self._killed: dict[int, str] = {}
+        """Ranks that were killed from here, and why."""
+        self._started_at = self._ordered_at = time.monotonic()
+        self._start_seconds = 0.0
+        """How long the first start took; 0 before it is over."""
+        self._lost_since: float | None = None
+        self._is_ready = False
+
+    def look(self) -> None:
+        """Replace who is lost or hangs."""
+        lost = [rank for rank, process in enumerate(self._ranks.processes) if process.poll()]
+        if lost:
+            if self._restarts and not self.reason:
+                self._handle(self._fault_of(lost))
+            return
+        if not self._is_ready:
+            self._watch_start()
+        elif (hang := self._watch.look()) is not None:
+            self._on_hang(hang)
+        elif self._restarts and self._network_is_broken():
+            self._handle(self._network_fault("connections between ranks broke"))
+
+    def _watch_start(self) -> None:
+        """Ranks that do not leave the last world, or do not get ready in the new one, are killed."""
+        ranks, links, now = range(len(self._ranks.processes)), self._ranks.links, time.monotonic()
+        if all(links.phase_of(rank) == FIRST_STEP for rank in ranks):
+            self._is_ready = True
+            self._start_seconds = self._start_seconds or now - self._started_at
+            self._watch.restart()
+            return
+        waited = now - self._ordered_at
+        if not self.generation or waited < JOIN_SECONDS:
+            return
+        late = [rank for rank in ranks if links.generation_of(rank) < self.generation]
+        if not late and waited > max(READY_SECONDS, 3 * self._start_seconds):
+            late = [rank for rank in ranks if links.phase_of(rank) != FIRST_STEP]
+        for rank in late:
+            self._kill(rank, f"rank {rank} did not come to generation {self.generation} in {waited:.0f} s")
+
+    def _on_hang(self, found: Diagnosis) -> None:
+        record_hang(self._ranks.run, found, self._watch.watch.quiet)
+        if not self._restarts:
+            return
+        why = describe_diagnosis(found)
+        if all(culprit.cause in ("network", "mismatch") for culprit in found.culprits):
+            self._handle(self._network_fault(f"nothing moves: {why}"))
+            return
+        for culprit in found.culprits:
+            if culprit.cause not in _NOT_KILLED_FOR:
+                self._kill(culprit.rank, f"nothing moved, and who was waited for was killed: {why}")
+
+    def _kill(self, rank: int, why: str) -> None:
+        self._killed.setdefault(rank, why)
+        self._ranks.processes[rank].send_signal(signal.SIGKILL)
+
+    def _network_is_broken(self) -> bool:
+        """Whether ranks lost their connections, and none of them has died for a while."""
+        if not self._ranks.links.has_lost(self.generation):
+            self._lost_since = None
+            return False
+        self._lost_since = self._lost_since or time.monotonic()
+        return time.monotonic() - self._lost_since > LOST_SECONDS
+
+    def _network_fault(self, message: str) -> Fault:
+        return Fault(time.time(), (), "network", self._step(), message)
+
+    def _fault_of(self, lost: Sequence[int]) -> Fault:
+        first = min(lost, key=self._order_of_loss)
+        failure, code = self._ranks.failure(first), self._ranks.processes[first].returncode or 0
+        kind: FaultKind = "killed" if code < 0 else "exception"
+        if first in self._killed:
+            kind = "hang"
+        elif code > 1 or (code > 0 and failure is not None and failure.explained):
+            kind = "explained"
+        message = self._killed.get(first) or self._ranks.describe(first)
+        return Fault(time.time(), tuple(lost), kind, self._step(), message)
+
+    def _order_of_loss(self, rank: int) -> tuple[bool, float]:
+        """Those that a signal ended come first, then those that reported a failure, by when they did."""
+        failure = self._ranks.failure(rank)
+        return (self._ranks.processes[rank].returncode or 0) > 0, failure.time if failure else float("inf")
+
+    def _step(self) -> int:
+        return max((flight.step for flight in read_flights(self._ranks.run.path, collectives=False)), default=0)
+
+    def _handle(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        decision, processes = decide(self.faults, Means(), self._restarts), self._ranks.processes
+        if isinstance(decision, Restore):
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            for process in processes:
+                process.wait()
+        elif not isinstance(decision, Replace | Retry):
+            self.reason = decision.reason if isinstance(decision, Stop) else f"{decision} needs several hosts"
+            for rank in range(len(processes)):
+                self._ranks.links.order(rank, None)
+            return
+        self.generation += 1
+        gone = [rank for rank, process in enumerate(processes) if process.poll() is not None]
+        order = RegroupOrder(
+            generation=self.generation,
+            endpoint=self._ranks.endpoint_of(self.generation),
+            ranks=tuple(gone),
+            cause=fault.message,
+            failed_at=fault.time,
+            has_started=self._start_seconds > 0,
+            quarantined=() if isinstance(decision, Retry) else decision.quarantined,
+        )
+        self._killed.clear()
+        self._ranks.links.forget_phases()
+        self._ranks.replace(gone, order)
+        self._ordered_at, self._lost_since, self._is_ready = time.monotonic(), None, False

@@ -1,0 +1,176 @@
+"""The newest states of one rank in its host's memory: they outlive its process, and whoever takes its place reads them.
+
+Two buffers a rank, filled in turns, so that one is whole whenever a process dies. All ranks take their snapshots in the
+same order, so numbers agree; the newest that every rank has whole is the one to go back to. A snapshot has the bytes of
+this rank's shards as they are, for a world of the same layout: reading one at another layout is a checkpoint's work.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from danlu.comm.world import World
+from danlu.storage.checkpoint.boxes import aligned_offsets
+from danlu.storage.store.checksum import crc32c
+from danlu.torch_compat import foreach_copy_
+
+SLOTS = 2
+_MAGIC = b"DANLUSN1"
+_HEADER = struct.Struct("<8sqqqII16s")
+"""Magic, number from 1 (0 while it is being filled), bytes of tensors and of scalars, their checksums, what tensors."""
+_TENSORS_AT = 4096
+_SCALAR_BYTES = 1 << 18
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot cannot be taken or read; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    number: int
+    tensor_bytes: int
+    scalar_bytes: int
+    tensor_crc: int
+    scalar_crc: int
+    signature: bytes
+
+
+class RankSnapshots:
+    """The snapshots of one rank: `take` after every step, `restore` in the next process or the next world."""
+
+    def __init__(self, folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        """For tensors such as these; what an earlier process of this rank left is kept if it fits them.
+
+        Raises `OSError` if this host has no memory for them.
+        """
+        local = [_local(tensor) for tensor in tensors.values()]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in local]
+        self._offsets = list(aligned_offsets(sizes))
+        self._bytes = self._offsets[-1] + sizes[-1] if sizes else 0
+        self._signature = _signature(tensors, local)
+        size = _TENSORS_AT + self._bytes + _SCALAR_BYTES
+        self._slots = [_Slot(folder / f"{rank:06d}-{number}", size) for number in range(SLOTS)]
+        self._views = [
+            [_view(slot, at, tensor) for at, tensor in zip(self._offsets, local, strict=True)] for slot in self._slots
+        ]
+        self._taken = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the snapshots of this rank take."""
+        return sum(slot.size for slot in self._slots)
+
+    def take(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Copy the state; when this returns, it outlives this process."""
+        number = self._taken + 1
+        slot, views = self._slots[number % SLOTS], self._views[number % SLOTS]
+        slot.write_header(_Header(0, 0, 0, 0, 0, b""))
+        foreach_copy_(views, [_local(tensor) for tensor in tensors.values()])
+        text = json.dumps(dict(scalars)).encode()
+        if len(text) > _SCALAR_BYTES:
+            raise SnapshotError(f"the scalars of a state must have at most {_SCALAR_BYTES} bytes, but have {len(text)}")
+        at = _TENSORS_AT + self._bytes
+        slot.memory[at : at + len(text)] = text
+        crc = crc32c(slot.view[_TENSORS_AT:at])
+        slot.write_header(_Header(number, self._bytes, len(text), crc, crc32c(text), self._signature))
+        self._taken = number
+
+    def restore(self, tensors: Mapping[str, Tensor], world: World) -> dict[str, Any] | None:
+        """Fill the tensors with the newest state that every rank has; its scalars, None if there is none.
+
+        Called by all ranks together.
+        """
+        newest = world.all_reduce_ints([max(self._whole(), default=0)], "min")[0]
+        if not world.all_reduce_ints([int(newest in self._whole())], "min")[0]:
+            return None
+        slot, views = self._slots[newest % SLOTS], self._views[newest % SLOTS]
+        with torch.no_grad():
+            foreach_copy_([_local(tensor) for tensor in tensors.values()], views)
+        self._taken = newest
+        header = slot.read_header()
+        at = _TENSORS_AT + self._bytes
+        scalars: dict[str, Any] = json.loads(slot.memory[at : at + header.scalar_bytes])
+        return scalars
+
+    def _whole(self) -> list[int]:
+        """Numbers of the snapshots that are complete, intact and of tensors such as these."""
+        found = []
+        for slot in self._slots:
+            header = slot.read_header()
+            end = _TENSORS_AT + self._bytes
+            if (
+                header.number
+                and header.signature == self._signature
+                and crc32c(slot.view[_TENSORS_AT:end]) == header.tensor_crc
+                and crc32c(slot.view[end : end + header.scalar_bytes]) == header.scalar_crc
+            ):
+                found.append(header.number)
+        return found
+
+    def close(self) -> None:
+        """Let go of the memory, which stays for whoever comes next."""
+        self._views.clear()
+        for slot in self._slots:
+            slot.close()
+
+
+class _Slot:
+    """One buffer: a file in memory, locked as long as its process lives."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.size = size
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._descriptor).st_size != size:
+                os.ftruncate(self._descriptor, 0)
+                os.posix_fallocate(self._descriptor, 0, size)  # fails here if memory is full, not at a page fault
+            self.memory = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.view = memoryview(self.memory)
+
+    def write_header(self, header: _Header) -> None:
+        """Say what the buffer holds."""
+        fields = (header.number, header.tensor_bytes, header.scalar_bytes, header.tensor_crc, header.scalar_crc)
+        _HEADER.pack_into(self.memory, 0, _MAGIC, *fields, header.signature)
+
+    def read_header(self) -> _Header:
+        """What it says it holds; number 0 if nothing."""
+        magic, *fields = _HEADER.unpack_from(self.memory)
+        return _Header(*fields) if magic == _MAGIC else _Header(0, 0, 0, 0, 0, b"")
+
+    def close(self) -> None:
+        """Unlock it; tensors that still view it keep it mapped."""
+        os.close(self._descriptor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _view(slot: _Slot, offset: int, like: Tensor) -> Tensor:
+    """A tensor in a buffer's memory."""
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    flat = torch.frombuffer(slot.memory, dtype=like.dtype, count=like.numel(), offset=_TENSORS_AT + offset)
+    return flat.view(like.shape)
+
+
+def _signature(tensors: Mapping[str, Tensor], local: Sequence[Tensor]) -> bytes:
+    """What tensors a snapshot is of: a state with others is another state."""
+    lines = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in zip(tensors, local, strict=True)]
+    return blake2b("\n".join(lines).encode(), digest_size=16).digest()
