@@ -27,6 +27,7 @@ from danlu.framework.evaluation import Evaluation
 from danlu.framework.event_metrics import MetricsSink
 from danlu.framework.event_writer import EventWriter, RankEvents
 from danlu.framework.fp8.apply import emulated_formats
+from danlu.framework.injected_faults import FaultInjection
 from danlu.framework.loop import TrainStages, run_training_loop
 from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
@@ -202,6 +203,9 @@ class Session:
                 for event in (begun, *_add_continuity(events.waiting, self.run, data.dataset)):
                     writer.write(event)
             link.report_phase(FIRST_STEP)
+            if self.recoverable:
+                where = self.run.path, mesh.rank
+                forward_backward = FaultInjection(forward_backward, *where, state.parameters, self.world.interrupt)
             stages = TrainStages(
                 data,
                 forward_backward,

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from danlu.cli import ckpt, data, export_hf, import_hf
 from danlu.cli.catalog import catalog
+from danlu.cli.chaos import chaos
 from danlu.cli.check import check
 from danlu.cli.chips import chips
 from danlu.cli.compare import compare
@@ -78,6 +79,7 @@ app.command()(stop)
 app.command()(runs)
 app.command()(show)
 app.command()(why)
+app.command()(chaos)
 app.command()(compare)
 app.command()(evaluate)
 app.command()(sample)

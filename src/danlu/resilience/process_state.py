@@ -18,6 +18,8 @@ class ProcessState:
     """It waits for a disk or a file system that does not answer."""
     cpu_seconds: float = 0.0
     """Of all its threads so far."""
+    parent: int = 0
+    """Process id of its parent."""
 
 
 def read_process_state(pid: int) -> ProcessState:
@@ -34,4 +36,5 @@ def read_process_state(pid: int) -> ProcessState:
         stopped=state in "Tt",
         in_uninterruptible_wait=state == "D",
         cpu_seconds=ticks / os.sysconf("SC_CLK_TCK"),
+        parent=int(fields[1]),
     )

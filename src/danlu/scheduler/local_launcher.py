@@ -146,8 +146,12 @@ class LocalLauncher:
 
     @property
     def _phase(self) -> str:
-        importing = self._fork_server is not None and not self._fork_server.is_ready
-        return "importing torch" if importing else self.links.slowest_phase
+        return "importing torch" if self.is_importing else self.links.slowest_phase
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether new ranks still wait for torch to be imported."""
+        return self._fork_server is not None and not self._fork_server.is_ready
 
     def wait(self) -> None:
         """Return after a moment, or sooner if a rank has ended."""

@@ -32,6 +32,11 @@ class LocalRanks(Protocol):
     links: RankLinks
     processes: list[RankProcess]
 
+    @property
+    def is_importing(self) -> bool:
+        """Whether new ranks still wait for torch to be imported."""
+        ...
+
     def failure(self, rank: int) -> RankFailureEvent | None:
         """What a rank reported about its failure."""
         ...
@@ -90,6 +95,8 @@ class LocalRecovery:
             self._start_seconds = self._start_seconds or now - self._started_at
             self._watch.restart()
             return
+        if self._ranks.is_importing:
+            self._ordered_at = now
         waited = now - self._ordered_at
         if not self.generation or waited < JOIN_SECONDS:
             return

@@ -154,7 +154,8 @@ class _Slot:
         return _Header(*fields) if magic == _MAGIC else _Header(0, 0, 0, 0, 0, b"")
 
     def close(self) -> None:
-        """Unlock it; tensors that still view it keep it mapped."""
+        """Unlock it; tensors that still view it keep it mapped, and a descriptor of the mapping's own open."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 
