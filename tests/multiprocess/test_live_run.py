@@ -33,8 +33,14 @@ def addresses(pids: list[int]) -> set[str]:
     return {line.split()[3].rpartition(":")[0] for line in lines if any(f"pid={pid}," in line for pid in pids)}
 
 
+def children(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
 def ranks_of(launcher: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    """Children of the process that forks them, which is the launcher's."""
+    (fork_server,) = children(launcher)
+    return children(fork_server)
 
 
 def test_a_second_start_is_refused_and_touches_nothing(folder: Path, live: RunFolder) -> None:

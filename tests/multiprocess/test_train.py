@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from danlu.comm.flight_record import read_flights
 from danlu.spec import EndEvent, PreflightEvent, RankFailureEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
 
 RECIPE = """
@@ -136,14 +137,14 @@ def test_a_store_that_takes_nothing_ends_the_run_before_its_first_step(folder: P
 
 def test_failure_names_the_rank(folder: Path, whole: dict[int, float]) -> None:
     made = RunFolder(folder / "runs" / "broken")
-    process = danlu(folder, "train", "long.toml", "--nproc", "2", "--name", "broken")
+    words = ["long.toml", "--nproc", "2", "--name", "broken", "--set", "resilience.restarts=0"]
+    process = danlu(folder, "train", *words)
     deadline = time.monotonic() + 120
     while len(losses(folder, "broken")) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    victim = subprocess.run(
-        ["pgrep", "-f", f"{made.path}.*--rank 1"], capture_output=True, text=True, check=True
-    ).stdout.split()[0]
-    os.kill(int(victim), signal.SIGKILL)
+    victim = read_flights(made.path)[1].pid
+    assert Path(f"/proc/{victim}/comm").read_text() == "danlu rank 1\n"
+    os.kill(victim, signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in output
@@ -157,6 +158,7 @@ import sys
 from pathlib import Path
 import danlu
 assert "torch" not in sys.modules
+from danlu.comm.flight_record import read_flights
 from danlu.spec import Degrees, Plan, load_recipe
 recipe = load_recipe(Path("small.toml"))
 result = danlu.train(recipe, plan=Plan(degrees=Degrees(shard=2)), name="called", quiet=True)

@@ -13,6 +13,8 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from danlu.cli import worker
 from danlu.comm.launcher_link import MAX_MESSAGE_BYTES
@@ -99,6 +101,9 @@ def _become_rank(arguments: list[str], log: int, link: int, *_inherited: int) ->
         os.dup2(descriptor, standard)
     os.close(nothing)
     os.close(log)
+    with suppress(OSError):
+        # What ps and top show; the kernel keeps 15 characters.
+        Path("/proc/self/comm").write_text(f"danlu rank {arguments[arguments.index('--rank') + 1]}")
     return [*arguments, "--launcher-link", str(link)]
 
 

@@ -63,6 +63,7 @@ def worker(
             recoverable=recoverable,
             order=RegroupOrder.from_json(order) if order else None,
         )
+        link.report_end()
     except (SpecError, RunError) as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         sys.exit(2)

@@ -99,11 +99,15 @@ class LauncherLink:
         """Report that connections to other ranks of this world broke."""
         self._send({"lost": generation})
 
+    def report_end(self) -> None:
+        """Report that this rank is done and exits with 0, which its launcher may not be told otherwise."""
+        self._send({"done": True})
+
     def report_event(self, line: str) -> None:
         """Send the launcher an event, as JSON, that could not be written to disk."""
         self._send({"event": line})
 
-    def _send(self, message: dict[str, str | int]) -> None:
+    def _send(self, message: dict[str, str | int | bool]) -> None:
         """Send a message if the launcher reads; training never waits for it."""
         raw = json.dumps(message).encode()
         if self._socket is not None and len(raw) <= MAX_MESSAGE_BYTES:
@@ -137,6 +141,9 @@ class RankLinks:
     _sockets: dict[int, socket.socket] = field(default_factory=dict)
     _generations: dict[int, int] = field(default_factory=dict)
     """The newest world that each rank waits in or is part of."""
+    _events: list[str] = field(default_factory=list)
+    _done: set[int] = field(default_factory=set)
+    """Ranks that reported their end."""
     _lost: dict[int, int] = field(default_factory=dict)
     """The newest world of each rank in which connections broke."""
 
@@ -147,7 +154,13 @@ class RankLinks:
             earlier.close()
         self._sockets[rank] = mine
         self._phases.pop(rank, None)
+        self._done.discard(rank)
         return theirs
+
+    def is_done(self, rank: int) -> bool:
+        """Whether a rank reported its end."""
+        self._receive()
+        return rank in self._done
 
     def has_lost(self, generation: int) -> bool:
         """Whether a rank reported that connections of this world broke."""
@@ -173,20 +186,25 @@ class RankLinks:
 
     def poll_events(self) -> list[str]:
         """Events that ranks could not write to disk, as JSON; also updates the phases of the ranks."""
-        events: list[str] = []
+        self._receive()
+        events, self._events = self._events, []
+        return events
+
+    def _receive(self) -> None:
         for rank, link in self._sockets.items():
             with suppress(OSError):
                 while raw := link.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT):
                     message = json.loads(raw)
-                    events += [message["event"]] if "event" in message else []
+                    self._events += [message["event"]] if "event" in message else []
                     if "generation" in message:
                         self._generations[rank] = message["generation"]
+                    if "done" in message:
+                        self._done.add(rank)
                     if "lost" in message:
                         self._lost[rank] = message["lost"]
                     if "phase" in message:
                         self._phases[rank] = message["phase"]
                         self._order += [] if message["phase"] in self._order else [message["phase"]]
-        return events
 
     @property
     def slowest_phase(self) -> str:

@@ -1,6 +1,7 @@
 """Watches the ranks of a run on this host: whether it goes on, and who keeps it from that."""
 
 import time
+from math import inf
 from pathlib import Path
 
 from danlu.comm.flight_record import read_flights
@@ -9,6 +10,8 @@ from danlu.resilience.process_state import read_process_state
 from danlu.resilience.progress_watch import ProgressWatch
 
 _CERTAIN = ("dead", "stopped", "file system", "mismatch")
+_FIRST_DEADLINES = {"stopped": 5.0, "python lock": 30.0}
+"""Seconds without a move until such a rank hangs, even if the pace of the run is not known yet."""
 _SAMPLE_SECONDS = 0.3
 """How long a rank is looked at before it is said not to compute."""
 _BUSY_SHARE = 0.5
@@ -58,6 +61,8 @@ class HostWatch:
         if not flights:  # not yet, or not any more
             return None
         self.watch.look(now, flights)
+        if self.watch.deadline is None:
+            return self._look_at_first_steps()
         if not self.watch.is_stalled():
             self._busy_since.clear()
             return None
@@ -65,6 +70,17 @@ class HostWatch:
             return None
         found = diagnose(view_ranks(self.run))
         if not found.culprits or not self.watch.is_stalled(busy=self._slow(now, found)):
+            return None
+        self.watch.reported = True
+        return found
+
+    def _look_at_first_steps(self) -> Diagnosis | None:
+        """While the pace is unknown only what no step ever does is a hang."""
+        if self.watch.reported or self.watch.quiet < min(_FIRST_DEADLINES.values()):
+            return None
+        found = diagnose(view_ranks(self.run))
+        limits = [_FIRST_DEADLINES.get(culprit.cause, inf) for culprit in found.culprits]
+        if self.watch.quiet < min(limits, default=inf):
             return None
         self.watch.reported = True
         return found

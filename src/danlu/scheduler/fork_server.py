@@ -8,14 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Protocol
 
 from danlu.comm.launcher_link import MAX_MESSAGE_BYTES
-
-_UNKNOWN_CODE = 1
-"""Exit code of a rank whose parent, which alone is told it, is gone too."""
+from danlu.scheduler.rank_failure import UNKNOWN_EXIT
 
 
 class RankProcess(Protocol):
@@ -61,9 +59,11 @@ class ForkServer:
         self._ranks: list[ForkedRank] = []
         self.is_alive = True
 
-    def fork(self, arguments: Sequence[str], log: int, link: int, *inherited: int) -> "ForkedRank":
-        """A rank whose worker gets these arguments and descriptors."""
-        rank = ForkedRank(self)
+    def fork(
+        self, arguments: Sequence[str], log: int, link: int, *inherited: int, is_done: Callable[[], bool]
+    ) -> "ForkedRank":
+        """A rank whose worker gets these arguments and descriptors; `is_done` if it said that it ends well."""
+        rank = ForkedRank(self, is_done)
         request = json.dumps({"number": len(self._ranks), "arguments": list(arguments)}).encode()
         self._ranks.append(rank)
         try:
@@ -122,7 +122,7 @@ class ForkServer:
     def _on_death(self) -> None:
         self.is_alive = False
         self._process.kill()
-        code = self._process.wait() or _UNKNOWN_CODE
+        code = self._process.wait() or UNKNOWN_EXIT
         for rank in self._ranks:
             if not rank.pid and rank.returncode is None:
                 rank.end(code)
@@ -131,10 +131,10 @@ class ForkServer:
 class ForkedRank:
     """A rank that was or will be forked by a server."""
 
-    def __init__(self, server: ForkServer) -> None:
+    def __init__(self, server: ForkServer, is_done: Callable[[], bool]) -> None:
         self.returncode: int | None = None
         self.pid = 0
-        self._server = server
+        self._server, self._is_done = server, is_done
         self._handle = -1
 
     def start(self, pid: int) -> None:
@@ -149,9 +149,9 @@ class ForkedRank:
         self.close()
 
     def end_if_gone(self) -> None:
-        """It may have ended without anybody who was told how."""
+        """It may have ended, and the server that would be told how is gone."""
         if self.returncode is None and (self._handle < 0 or select.select([self._handle], [], [], 0)[0]):
-            self.end(_UNKNOWN_CODE)
+            self.end(0 if self._is_done() else UNKNOWN_EXIT)
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -104,7 +105,8 @@ class LocalLauncher:
         arguments += ["--order", order.to_json()] if order else []
         with self.links.open_link(rank) as link, self.log_path(rank).open("ab") as log:
             lock = [self._lock.descriptor] if self._lock else []
-            return self._fork_server.fork(arguments, log.fileno(), link.fileno(), *lock)
+            done = partial(self.links.is_done, rank)
+            return self._fork_server.fork(arguments, log.fileno(), link.fileno(), *lock, is_done=done)
 
     def endpoint_of(self, generation: int) -> str:
         """Where the ranks of a world meet: each has its own, so that nobody who is late finds the others."""

@@ -21,6 +21,8 @@ READY_SECONDS = 60.0
 """Seconds that ranks have at least to build and restore; three times as long as the first start if that took longer."""
 LOST_SECONDS = 0.5
 """Seconds after connections broke in which a rank that died is surely seen; after that it was the network."""
+_SETTLE_SECONDS = 0.02
+"""Ranks that end together, as those of a host do, are seen one by one."""
 _NOT_KILLED_FOR = ("data", "storage", "file system")
 """What a new process would wait for too."""
 
@@ -71,14 +73,15 @@ class LocalRecovery:
         self._start_seconds = 0.0
         """How long the first start took; 0 before it is over."""
         self._lost_since: float | None = None
-        self._is_ready = False
+        self._is_ready = self._has_started = False
 
     def look(self) -> None:
         """Replace who is lost or hangs."""
         lost = [rank for rank, process in enumerate(self._ranks.processes) if process.poll()]
         if lost:
             if self._restarts and not self.reason:
-                self._handle(self._fault_of(lost))
+                time.sleep(_SETTLE_SECONDS)
+                self._handle(self._fault_of([rank for rank, each in enumerate(self._ranks.processes) if each.poll()]))
             return
         if not self._is_ready:
             self._watch_start()
@@ -136,11 +139,11 @@ class LocalRecovery:
     def _fault_of(self, lost: Sequence[int]) -> Fault:
         first = min(lost, key=self._order_of_loss)
         failure, code = self._ranks.failure(first), self._ranks.processes[first].returncode or 0
-        kind: FaultKind = "killed" if code < 0 else "exception"
+        kind: FaultKind = "killed"
         if first in self._killed:
             kind = "hang"
-        elif code > 1 or (code > 0 and failure is not None and failure.explained):
-            kind = "explained"
+        elif failure is not None and code > 0:
+            kind = "explained" if failure.explained else "exception"
         message = self._killed.get(first) or self._ranks.describe(first)
         return Fault(time.time(), tuple(lost), kind, self._step(), message)
 
@@ -165,6 +168,7 @@ class LocalRecovery:
             for rank in range(len(processes)):
                 self._ranks.links.order(rank, None)
             return
+        self._has_started |= self._ranks.links.phase_of(0) == FIRST_STEP
         self.generation += 1
         gone = [rank for rank, process in enumerate(processes) if process.poll() is not None]
         order = RegroupOrder(
@@ -173,7 +177,7 @@ class LocalRecovery:
             ranks=tuple(gone),
             cause=fault.message,
             failed_at=fault.time,
-            has_started=self._start_seconds > 0,
+            has_started=self._has_started,
             quarantined=() if isinstance(decision, Retry) else decision.quarantined,
         )
         self._killed.clear()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from danlu.spec import RankFailureEvent, RunFolder
 
+UNKNOWN_EXIT = 255
+"""Exit code of a rank whose parent, which alone is told it, is gone too."""
 _TAIL_LINES = 12
 
 
@@ -62,6 +64,8 @@ def describe_failure(rank: int, code: int, failure: RankFailureEvent | None, log
         return f"rank {rank} was killed by {name}{_oom_text(kills_before) if -code == signal.SIGKILL else ''}"
     if failure is not None:
         return describe_reported(failure)
+    if code == UNKNOWN_EXIT:
+        return f"rank {rank} ended, and so did the process that forked it"
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
     return f"rank {rank} ended with exit code {code}: {last.strip()}"
 
