@@ -193,8 +193,9 @@ class ChaosRun:
                 return Met(kind, rank, None)
             time.sleep(0.02)
         if self._ended() != "finished":
+            since = time.time()  # the last step of the stopped ranks is not one of the new ones
             self.start()
-            while self._step_event(began) is None:
+            while self._step_event(since) is None:
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     return Met(kind, rank, None)
                 time.sleep(0.02)
