@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,10 +237,13 @@ def differences(faulted: ChaosRun, clean: ChaosRun) -> list[str]:
     ]
 
 
-def meet_all(run: ChaosRun, kinds: Sequence[str], dice: random.Random) -> None:
+def meet_all(
+    run: ChaosRun, kinds: Sequence[str], dice: random.Random, on_met: Callable[[], object] = lambda: None
+) -> None:
     """One fault after the other, with a step or more between them, at random moments of a step."""
     for kind in kinds:
         run.next_step(PACE_STEPS if kind in ("stop", "lock") else dice.randint(1, 3))
         time.sleep(dice.uniform(0.0, 0.05))
         if run.meet(kind, dice.randrange(run.world), dice).seconds is None:
             raise AssertionError(f"not survived: {run.met[-1]}; {run.said()}")
+        on_met()

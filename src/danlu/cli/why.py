@@ -13,6 +13,8 @@ from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 _LOOK_SECONDS = 2.0
 """How long to wait for a sign of life before somebody is blamed."""
 _STACK_LINES = 16
+_SHOWN_RECOVERIES = 5
+"""The newest faults that the run survived."""
 
 
 def why(
@@ -29,16 +31,19 @@ def why(
     were; those of other hosts are not.
     """
     from danlu.report.flight_tables import flights_json, flights_table
+    from danlu.report.recoveries import format_recovery
     from danlu.report.run_tables import find_run
     from danlu.resilience.describe import describe_diagnosis
     from danlu.resilience.diagnosis import Diagnosis, diagnose
     from danlu.resilience.host_watch import moves_within, view_ranks
     from danlu.resilience.stacks import main_stack, read_stacks
-    from danlu.spec import EndEvent
+    from danlu.spec import EndEvent, RecoveryEvent
 
     found = find_run(run, folder)
     views = view_ranks(found.path)
-    *_, end = (None, *(event for event in found.read_events() if isinstance(event, EndEvent)))
+    history = list(found.read_events())
+    *_, end = (None, *(event for event in history if isinstance(event, EndEvent)))
+    recoveries = [event for event in history if isinstance(event, RecoveryEvent)]
     if not views:
         if end is None:
             fail(f"nothing is known of {found.name}'s ranks on this host: it does not run here, or ended long ago")
@@ -55,10 +60,13 @@ def why(
         if stacks and (text := read_stacks(found.path, culprit.rank, culprit.pid))
     }
     if as_json:
-        typer.echo(json.dumps(flights_json(views, diagnosis, taken), indent=2))
+        survived = [event.model_dump(mode="json") for event in recoveries]
+        typer.echo(json.dumps(flights_json(views, diagnosis, taken) | {"recoveries": survived}, indent=2))
         return
     console = Console()
     console.print(flights_table(views, diagnosis))
+    for event in recoveries[-_SHOWN_RECOVERIES:]:
+        console.print_line(f"survived at step {event.step:,}: {format_recovery(event)}", "dim")
     if goes_on:
         console.print_line("\nthe run goes on")
     elif alive:

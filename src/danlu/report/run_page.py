@@ -13,6 +13,7 @@ from danlu.report.evaluations import evaluation_series, evaluations_card
 from danlu.report.layout_section import layout_section
 from danlu.report.page_template import LOGO, facts_list, format_time, page_footer, render_document, tile_row
 from danlu.report.precision_text import format_run_precision, format_start_peak
+from danlu.report.recoveries import recoveries_card
 from danlu.report.run_history import RunHistory, read_run_history
 from danlu.report.samples import read_samples, samples_section
 from danlu.report.spikes import format_spike, spikes_card
@@ -73,6 +74,7 @@ def _page(
         samples_section(samples),
         f"<h2>Layout</h2>{layout_section(plan, recipe, cluster)}" if plan else "",
         _warnings(history, notes),
+        recoveries_card(history.recoveries),
         spikes_card(history.spikes),
         resumes_card(history),
         saves_card(history),

@@ -14,6 +14,7 @@ from danlu.report import formatting
 from danlu.report.checkpoints import format_samples, format_short_duration, format_tensor_count
 from danlu.report.evaluations import describe_evaluation
 from danlu.report.precision_text import format_run_precision, format_start_peak
+from danlu.report.recoveries import format_recovery_totals
 from danlu.report.run_history import RunHistory, RunState, read_run_history
 from danlu.report.spikes import format_spike_totals
 from danlu.spec import Recipe, RunFolder, SpecError, load_recipe
@@ -289,6 +290,8 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
         event = history.resumes[-1]
         verified = f"{format_tensor_count(event)} tensors equal, {format_samples(event)}"
         rows.append(("resumed", f"from step {event.step:,}: {verified}"))
+    if history.recoveries:
+        rows.append(("faults", format_recovery_totals(history.recoveries)))
     if history.spikes:
         rows.append(("spikes", format_spike_totals(history.spikes)))
     if history.warnings:
