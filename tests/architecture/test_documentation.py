@@ -109,4 +109,5 @@ def test_the_design_page_has_the_rooms_and_layers_of_the_code() -> None:
         "torch_compat",
         "version",
         "worker",
+        "session",
     }

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,18 @@ def test_the_same_for_machines(run: RunFolder, ranks: list[FlightWriter]) -> Non
 
 
 def test_nobody_is_blamed_while_the_run_goes_on(run: RunFolder, ranks: list[FlightWriter]) -> None:
-    moving = threading.Timer(0.05, ranks[1].enter_phase, ["forward and backward", 41])
+    over = threading.Event()
+
+    def move() -> None:
+        for step in count(41):
+            ranks[1].enter_phase("forward and backward", step)
+            if over.wait(0.1):
+                return
+
+    moving = threading.Thread(target=move)
     moving.start()
     said = ask(run)
+    over.set()
     moving.join()
     assert "the run goes on" in said
     assert "nothing moves" not in said
