@@ -1,7 +1,6 @@
 """Two Unix accounts on one machine: neither can read, stop or join the other's run without being let in."""
 
 import json
-import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -75,14 +74,15 @@ def test_neither_can_read_stop_or_join_the_others_run(accounts: list[Account]) -
         until_step(run, 7, process)
         launcher = read_holder(run)
         assert launcher is not None and launcher.user == owner.name
-        ranks = [int(each) for each in re.findall(r"\d+", _children(launcher.pid))]
+        (fork_server,) = _children(launcher.pid)
+        ranks = _children(fork_server)
         assert len(ranks) == 2
         paths, ports = everything_of(run, owner), ports_of(ranks)
         kinds = {path.name.partition("-")[0] for path in paths}
         assert len(ports) >= 2 and {"events.jsonl", "rank", "store", "step", ".lock"} <= kinds, kinds
         question: dict[str, list[Any]] = {
             "paths": [str(path) for path in paths],
-            "processes": [launcher.pid, *ranks],
+            "processes": [launcher.pid, fork_server, *ranks],
             "ports": ports,
         }
         # A store on a port, which anybody joins: that the stranger would have noticed one.
@@ -137,8 +137,8 @@ def test_who_connects_before_the_ranks_have_is_no_rank(accounts: list[Account]) 
     assert steps(RunFolder(owner.folder / "runs" / "early")) == 0
 
 
-def _children(pid: int) -> str:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+def _children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _refused(stranger: Account, run: RunFolder, owner: Account) -> None:
