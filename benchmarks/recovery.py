@@ -179,7 +179,8 @@ class TorchrunRun:
 
     def close(self) -> None:
         """End it, and what it kept."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have given up
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for rank in self._pids():  # torchrun's workers are in groups of their own
             with suppress(ProcessLookupError):
