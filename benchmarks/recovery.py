@@ -37,7 +37,9 @@ from danlu.comm.flight_record import read_flights
 from danlu.resilience.process_state import read_process_state
 
 WARM_BAR, COLD_BAR, SEEN_BAR = 1.0, 1.3, 0.2
-_PATIENCE = 180.0
+_PATIENCE = 60.0
+_BARE_PATIENCE = 30.0
+"""Seconds after which a kill counts as not survived: torchrun takes a few, or hangs."""
 
 
 def main() -> int:
@@ -174,7 +176,7 @@ class TorchrunRun:
         time.sleep(random.uniform(0.0, 0.05))
         began = time.time()
         os.kill(pid, signal.SIGKILL)
-        steps = self._wait(lambda steps: steps[-1:] and steps[-1][1] > 0)
+        steps = self._wait(lambda steps: steps[-1:] and steps[-1][1] > 0, _BARE_PATIENCE)
         return min((when for when, restarts in steps if restarts > 0), default=np.inf) - began
 
     def close(self) -> None:
@@ -191,8 +193,8 @@ class TorchrunRun:
     def _pids(self) -> list[int]:
         return [int(path.read_text()) for path in self._folder.glob("pid-*")]
 
-    def _wait(self, enough: Any) -> list[tuple[float, int]]:
-        deadline = time.monotonic() + _PATIENCE
+    def _wait(self, enough: Any, seconds: float = _PATIENCE) -> list[tuple[float, int]]:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._process.poll() is None:
             file = self._folder / "steps"
             text = file.read_text() if file.exists() else ""
