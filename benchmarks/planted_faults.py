@@ -76,7 +76,7 @@ def _fault(room: str, table: dict[str, Any]) -> Fault:
         raise ValueError(
             f"{room}: {table.get('name')!r} must have edits and either tests or command; unknown: {unknown}"
         )
-    check = table.get("command") or "pytest " + " ".join(table["tests"])
+    check = table.get("command") or shlex.join(["pytest", *table["tests"]])
     return Fault(room, table["name"], check, tuple(Edit(**edit) for edit in table["edits"]), table.get("quick", False))
 
 
