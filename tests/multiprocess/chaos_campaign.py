@@ -231,6 +231,7 @@ def _known(kind: str) -> InjectedFault:
 def differences(faulted: ChaosRun, clean: ChaosRun) -> list[str]:
     """Steps whose loss or norm is not, bit for bit, that of the run without faults."""
     ours, theirs = faulted.losses(), clean.losses()
+    assert len(theirs) == clean.steps, "a run that took no steps would be equal to any other"
     missing = [f"step {step} is missing" for step in theirs if step not in ours]
     return missing + [
         f"step {step}: {ours[step]} instead of {theirs[step]}" for step in ours if ours[step] != theirs[step]

@@ -20,13 +20,14 @@ class Server:
     """A server whose ranks wait for others that never come."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.links = folder, RankLinks()
+        self.folder, self.links, self.forked = folder, RankLinks(), 0
         with (folder / "log").open("ab") as log:
             self.server = ForkServer(1, log)
 
     def fork(self, run: Path, is_done: Callable[[], bool] = lambda: False) -> ForkedRank:
         words = [str(run), "--rank", "0", "--world", "2", "--local-rank", "0", "--store", f"file:{self.folder}/store"]
-        with self.links.open_link(0) as link, (self.folder / "log").open("ab") as log:
+        self.forked += 1  # a link of its own: a rank whose launcher closes it stops
+        with self.links.open_link(self.forked) as link, (self.folder / "log").open("ab") as log:
             return self.server.fork([*words, "--locked"], log.fileno(), link.fileno(), is_done=is_done)
 
     def until_forked(self, rank: ForkedRank) -> None:

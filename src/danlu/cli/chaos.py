@@ -28,7 +28,9 @@ _NO_RECOVERY: tuple[InjectedFault, ...] = ("corrupt", "straggle")
 def chaos(
     run: Annotated[str, typer.Argument(help="Name of a running run, or the path of its folder.", metavar="RUN")],
     folder: RunsDirOption = DEFAULT_RUNS_DIR,
-    mix: Annotated[str, typer.Option(help=f"How often each fault occurs: {', '.join(FAULT_MIXES)}.")] = "llama3",
+    mix: Annotated[
+        str | None, typer.Option(help=f"How often each fault occurs: {', '.join(FAULT_MIXES)}; llama3 if omitted.")
+    ] = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(help=f"Only this fault, instead of a mix; may be repeated: {', '.join(INJECTED_FAULTS)}."),
@@ -53,7 +55,7 @@ def chaos(
     events = EventTail(found.events)
     if not _ranks(found):
         fail(f"{found.name} has no rank on this host: start it with `danlu train`, then rehearse")
-    survived = 0
+    survived, failed = 0, False
     for number in range(1, count + 1):
         time.sleep(drawn.expovariate(rate / 60))
         if not (ranks := _ranks(found)):
@@ -70,12 +72,18 @@ def chaos(
         survived += recovery is not None or kind in _NO_RECOVERY
         _report(console, number, count, kind, victim, began, recovery, as_json)
         if recovery is None and kind not in _NO_RECOVERY:
+            failed = kind not in _ENDS_RUN
             break
     if not as_json:
         console.print_line(f"{survived} faults survived; `danlu show {found.name}` has the run's own account")
+    if failed:
+        raise typer.Exit(1)
 
 
-def _weights(mix: str, named: list[str] | None) -> dict[InjectedFault, float]:
+def _weights(mix: str | None, named: list[str] | None) -> dict[InjectedFault, float]:
+    if mix is not None and named:
+        fail("--mix draws faults and --fault names them: give one of the two")
+    mix = mix or "llama3"
     known: dict[str, InjectedFault] = {each: each for each in INJECTED_FAULTS}
     for name in named or ():
         if name not in known:

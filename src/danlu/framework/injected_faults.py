@@ -1,6 +1,7 @@
 """Faults that a rank is asked to let happen to itself, in its forward and backward: see `danlu chaos`."""
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,3 +65,4 @@ def _flip_a_bit(parameters: Sequence[nn.Parameter]) -> None:
         if local is not None and local.numel() and local.dtype == torch.float32:
             local.view(torch.int32).view(-1)[0].bitwise_xor_(_EXPONENT_BIT)
             return
+    sys.stderr.write("`danlu chaos` asked to corrupt a gradient, but this rank has none in fp32: nothing was done\n")

@@ -104,10 +104,8 @@ class ForkServer:
             for rank in self._ranks:
                 rank.end_if_gone()
 
-    def kill_if_unstarted(self) -> None:
-        """Kill the server while a rank waits to be forked; that rank then never starts."""
-        self._process.kill()
-        self._process.wait()
+    def kill(self) -> None:
+        """Kill the server; ranks that wait to be forked never start."""
         self._on_death()
 
     def close(self) -> None:
@@ -173,7 +171,7 @@ class ForkedRank:
         if self.poll() is not None:
             return
         if not self.pid:
-            self._server.kill_if_unstarted()
+            self._server.kill()
             self.returncode = -sig
         elif self._handle >= 0:
             with suppress(ProcessLookupError):

@@ -130,8 +130,7 @@ class LocalLauncher:
         for event in parse_known_events(unwritten):
             if isinstance(event, RankFailureEvent):
                 self._unwritten_failures[event.rank] = event
-        if not self.stop_requested:
-            self._recovery.look()
+        self._recovery.look(recover=not self.stop_requested)
         is_running = any(process.poll() is None for process in self.processes)
         if is_running and any(process.poll() for process in self.processes):
             self._deadline = min(self._deadline, time.monotonic() + _GRACE_PERIOD)

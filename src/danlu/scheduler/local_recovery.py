@@ -75,22 +75,23 @@ class LocalRecovery:
         self._lost_since: float | None = None
         self._is_ready = self._has_started = False
 
-    def look(self) -> None:
-        """Replace who is lost or hangs."""
+    def look(self, *, recover: bool = True) -> None:
+        """Say who hangs; replace who is lost or hangs, unless the run is to end anyway."""
+        recover = recover and self._restarts > 0
         lost = [rank for rank, process in enumerate(self._ranks.processes) if process.poll()]
         if lost:
-            if self._restarts and not self.reason:
+            if recover and not self.reason:
                 time.sleep(_SETTLE_SECONDS)
                 self._handle(self._fault_of([rank for rank, each in enumerate(self._ranks.processes) if each.poll()]))
             return
         if not self._is_ready:
-            self._watch_start()
+            self._watch_start(recover)
         elif (hang := self._watch.look()) is not None:
-            self._on_hang(hang)
-        elif self._restarts and self._network_is_broken():
+            self._on_hang(hang, recover)
+        elif recover and self._network_is_broken():
             self._handle(self._network_fault("connections between ranks broke"))
 
-    def _watch_start(self) -> None:
+    def _watch_start(self, recover: bool) -> None:
         """Ranks that do not leave the last world, or do not get ready in the new one, are killed."""
         ranks, links, now = range(len(self._ranks.processes)), self._ranks.links, time.monotonic()
         if all(links.phase_of(rank) == FIRST_STEP for rank in ranks):
@@ -101,7 +102,7 @@ class LocalRecovery:
         if self._ranks.is_importing:
             self._ordered_at = now
         waited = now - self._ordered_at
-        if not self.generation or waited < JOIN_SECONDS:
+        if not recover or not self.generation or waited < JOIN_SECONDS:
             return
         late = [rank for rank in ranks if links.generation_of(rank) < self.generation]
         if not late and waited > max(READY_SECONDS, 3 * self._start_seconds):
@@ -109,9 +110,9 @@ class LocalRecovery:
         for rank in late:
             self._kill(rank, f"rank {rank} did not come to generation {self.generation} in {waited:.0f} s")
 
-    def _on_hang(self, found: Diagnosis) -> None:
+    def _on_hang(self, found: Diagnosis, recover: bool) -> None:
         record_hang(self._ranks.run, found, self._watch.watch.quiet)
-        if not self._restarts:
+        if not recover:
             return
         why = describe_diagnosis(found)
         if all(culprit.cause in ("network", "mismatch") for culprit in found.culprits):

@@ -106,10 +106,14 @@ def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
     return found
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, as a plain one."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def local_bytes(tensor: Tensor) -> Tensor:
     """The bytes of this rank's shard of a tensor, row by row: a view if it is contiguous."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().contiguous().reshape(-1).view(torch.uint8)
+    return local_tensor(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _replica_id(name: str, tensor: DTensor) -> int:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from danlu.comm.world import World
 from danlu.storage.checkpoint.boxes import aligned_offsets
+from danlu.storage.checkpoint.local_shards import local_tensor
 from danlu.storage.store.checksum import crc32c
 from danlu.torch_compat import foreach_copy_
 
@@ -55,7 +55,7 @@ class RankSnapshots:
 
         Raises `OSError` if this host has no memory for them.
         """
-        local = [_local(tensor) for tensor in tensors.values()]
+        local = [local_tensor(tensor) for tensor in tensors.values()]
         sizes = [tensor.numel() * tensor.element_size() for tensor in local]
         self._offsets = list(aligned_offsets(sizes))
         self._bytes = self._offsets[-1] + sizes[-1] if sizes else 0
@@ -67,17 +67,12 @@ class RankSnapshots:
         ]
         self._taken = 0
 
-    @property
-    def bytes(self) -> int:
-        """Memory that the snapshots of this rank take."""
-        return sum(slot.size for slot in self._slots)
-
     def take(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Copy the state; when this returns, it outlives this process."""
         number = self._taken + 1
         slot, views = self._slots[number % SLOTS], self._views[number % SLOTS]
         slot.write_header(_Header(0, 0, 0, 0, 0, b""))
-        foreach_copy_(views, [_local(tensor) for tensor in tensors.values()])
+        foreach_copy_(views, [local_tensor(tensor) for tensor in tensors.values()])
         text = json.dumps(dict(scalars)).encode()
         if len(text) > _SCALAR_BYTES:
             raise SnapshotError(f"the scalars of a state must have at most {_SCALAR_BYTES} bytes, but have {len(text)}")
@@ -92,12 +87,13 @@ class RankSnapshots:
 
         Called by all ranks together.
         """
-        newest = world.all_reduce_ints([max(self._whole(), default=0)], "min")[0]
-        if not world.all_reduce_ints([int(newest in self._whole())], "min")[0]:
+        whole = self._whole()
+        newest = world.all_reduce_ints([max(whole, default=0)], "min")[0]
+        if not world.all_reduce_ints([int(newest in whole)], "min")[0]:
             return None
         slot, views = self._slots[newest % SLOTS], self._views[newest % SLOTS]
         with torch.no_grad():
-            foreach_copy_([_local(tensor) for tensor in tensors.values()], views)
+            foreach_copy_([local_tensor(tensor) for tensor in tensors.values()], views)
         self._taken = newest
         header = slot.read_header()
         at = _TENSORS_AT + self._bytes
@@ -130,7 +126,6 @@ class _Slot:
     """One buffer: a file in memory, locked as long as its process lives."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self.size = size
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,10 +152,6 @@ class _Slot:
         """Unlock it; tensors that still view it keep it mapped, and a descriptor of the mapping's own open."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _view(slot: _Slot, offset: int, like: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
 from danlu.storage.checkpoint.boxes import Box, numel
 from danlu.storage.checkpoint.fingerprint import as_bits, fingerprint
-from danlu.storage.checkpoint.local_shards import SAFETENSORS_NAMES, LocalShard, local_bytes
+from danlu.storage.checkpoint.local_shards import SAFETENSORS_NAMES, LocalShard, local_bytes, local_tensor
 from danlu.storage.checkpoint.manifest import ITEMSIZE, CorruptCheckpointError, Manifest
 from danlu.storage.checkpoint.reader import CheckpointReader, StoredChunk
 from danlu.storage.store.checksum import copy_with_crc32c, crc32c
@@ -84,7 +83,7 @@ class _TensorFiller:
 
     def _copy_chunk(self, stored: StoredChunk, content: memoryview) -> int:
         items = self._items.get((stored.name, stored.chunk.offset), ())
-        local = _local(self._tensors[stored.name])
+        local = local_tensor(self._tensors[stored.name])
         if len(items) == 1 and (target := _contiguous_target(items[0], stored, local)) is not None:
             return copy_with_crc32c(content, target.numpy().data)
         crc = crc32c(content)
@@ -149,13 +148,9 @@ def _read_items(
         items.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
         needed[item.storage_index.fqn] += numel(tuple(item.lengths))
     for name, elements in needed.items():
-        if elements != (held := _local(tensors[name]).numel()):
+        if elements != (held := local_tensor(tensors[name]).numel()):
             raise CorruptCheckpointError(f"{name}: {held} elements are needed, but the chunks hold {elements} of them")
     return items
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
