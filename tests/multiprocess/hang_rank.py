@@ -1,7 +1,7 @@
 """One rank that takes steps like a run's and hangs on request: RANK WORLD PORT FOLDER.
 
-A request is a file `hang-CAUSE-RANK` in FOLDER; the hang ends when the file is gone. That Python's lock is kept ends by
-itself.
+A request is a file `hang-CAUSE-RANK` in FOLDER; the hang ends when the file is gone. Python's lock is kept for as many
+seconds as the file says: who keeps it cannot look.
 """
 
 import ctypes
@@ -19,7 +19,6 @@ from danlu.resilience.stacks import dump_stacks_on_signal
 PHASES = ("reading data", "forward and backward", "metrics", "update", "saving")
 STUCK_IN = {"data": "reading data", "outside": "forward and backward", "storage": "saving", "python lock": "update"}
 """The phase in which each cause is injected; the rest are signals from outside."""
-LOCK_SECONDS = 4
 BUSY_SECONDS = 0.01
 
 
@@ -57,8 +56,9 @@ def hang_if_asked(folder: Path, rank: int, phase: str) -> None:
             continue
         (folder / "hanging").touch()
         if cause == "python lock":
+            seconds = int(request.read_text())
             request.unlink()
-            ctypes.PyDLL(None).sleep(LOCK_SECONDS)  # a C function that is called without letting go of the lock
+            ctypes.PyDLL(None).sleep(seconds)  # a C function that is called without letting go of the lock
         while request.exists():
             time.sleep(0.01)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from hang_rank import STUCK_IN
@@ -18,6 +19,8 @@ from danlu.resilience.host_watch import HostWatch
 
 CAUSES = (*STUCK_IN, "stopped")
 LOOK_SECONDS = 0.05
+GRACE_SECONDS = 5
+"""After its deadline a hang must be found within these, even on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class HangingRanks:
         if cause == "stopped":
             os.kill(pid, signal.SIGSTOP)
         else:
-            request.touch()
+            written = request.with_suffix(".tmp")
+            written.write_text(str(ceil(self.watch.watch.deadline or 1) + GRACE_SECONDS))
+            written.rename(request)
             while not hanging.exists():
                 self.false_alarms += self.watch.look() is not None
                 time.sleep(LOOK_SECONDS)
