@@ -13,8 +13,10 @@ a an the this each every no one two three old new small large early late hot col
 ash coal iron copper tin gold salt clay stone river bridge road tower harbour ship sail wind rain snow night morning
 market letter lamp door wall garden field horse fox crane carp holds makes melts breaks carries follows finds leaves
 brings turns keeps opens counts reads writes and or but while before after under over near beyond of to from without
+丹炉 炉火 青铜 白银 山河 风雨 печь уголь железо мост ветер ночь
 """
-"""Few enough that a tiny model learns something from a few steps."""
+"""Few enough that a tiny model learns something from a few steps; with bytes past 127, so that of a table that is split
+by rows not all that is looked up lies on the first rank."""
 
 
 @pytest.fixture(scope="module")

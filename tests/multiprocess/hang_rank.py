@@ -1,7 +1,9 @@
-"""One rank that takes steps like a run's and hangs on request: RANK WORLD PORT FOLDER.
+"""One rank that takes steps like a run's and hangs on request: RANK WORLD PORT FOLDER SECONDS.
+
+A step computes, that is sleeps, for so many seconds.
 
 A request is a file `hang-CAUSE-RANK` in FOLDER; the hang ends when the file is gone. Python's lock is kept for as many
-seconds as the file says: who keeps it cannot look.
+seconds as the file says: who keeps it cannot look. A file `slow-RANK` says how many times as long a rank computes.
 """
 
 import ctypes
@@ -19,11 +21,11 @@ from danlu.resilience.stacks import dump_stacks_on_signal
 PHASES = ("reading data", "forward and backward", "metrics", "update", "saving")
 STUCK_IN = {"data": "reading data", "outside": "forward and backward", "storage": "saving", "python lock": "update"}
 """The phase in which each cause is injected; the rest are signals from outside."""
-BUSY_SECONDS = 0.01
 
 
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    compute_seconds = float(sys.argv[5])
     torch.set_num_threads(1)
     make_flight_folder(folder)
     dump_stacks_on_signal(folder, rank)
@@ -36,7 +38,7 @@ def main() -> None:
             recorder.enter_phase(phase, step)
             hang_if_asked(folder, rank, phase)
             if phase == "forward and backward":
-                time.sleep(BUSY_SECONDS)
+                time.sleep(compute_seconds * slowness(folder, rank))
                 dist.all_reduce(value, group=mine)
                 value.zero_()
             elif phase == "metrics":
@@ -47,6 +49,13 @@ def main() -> None:
             break
     recorder.close()
     dist.destroy_process_group()
+
+
+def slowness(folder: Path, rank: int) -> float:
+    try:
+        return float((folder / f"slow-{rank}").read_text())
+    except FileNotFoundError:
+        return 1.0
 
 
 def hang_if_asked(folder: Path, rank: int, phase: str) -> None:

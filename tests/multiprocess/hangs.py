@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from random import Random
 
 from hang_rank import STUCK_IN
 from ranks import run_ranks
@@ -16,9 +17,12 @@ from ranks import run_ranks
 from danlu.comm.flight_record import read_flights
 from danlu.resilience.diagnosis import Diagnosis
 from danlu.resilience.host_watch import HostWatch
+from danlu.resilience.straggler_watch import SlowRank
 
 CAUSES = (*STUCK_IN, "stopped")
 LOOK_SECONDS = 0.05
+STRAGGLER_LOOK_SECONDS = 0.01
+"""Mean pause between two looks who is slow: about one a step."""
 GRACE_SECONDS = 5
 """After its deadline a hang must be found within these, even on a busy machine."""
 
@@ -45,10 +49,11 @@ class Found:
 class HangingRanks:
     """Ranks that take steps in the background, and hang on request."""
 
-    def __init__(self, folder: Path, world: int) -> None:
-        self.folder, self.world = folder, world
+    def __init__(self, folder: Path, world: int, compute_seconds: float = 0.01) -> None:
+        self.folder, self.world, self.compute_seconds = folder, world, compute_seconds
         self.watch = HostWatch(folder)
         self.false_alarms = 0
+        self._random = Random(0)
 
     @contextmanager
     def running(self, seconds: float) -> Iterator[None]:
@@ -58,7 +63,7 @@ class HangingRanks:
         def start() -> None:
             try:
                 script = Path(__file__).with_name("hang_rank.py")
-                run_ranks(script, self.world, str(self.folder), seconds=seconds)
+                run_ranks(script, self.world, str(self.folder), str(self.compute_seconds), seconds=seconds)
             except BaseException as error:
                 failures.append(error)
 
@@ -105,6 +110,24 @@ class HangingRanks:
             os.kill(pid, signal.SIGCONT)
         request.unlink(missing_ok=True)
         return Found(cause, rank, found, seconds, deadline)
+
+    def slow_down(self, rank: int, factor: float, looks: int) -> list[SlowRank]:
+        """Let a rank compute so many times as long, and look so often who is slow."""
+        request = self.folder / f"slow-{rank}"
+        request.with_suffix(".tmp").write_text(str(factor))
+        request.with_suffix(".tmp").rename(request)
+        found = self.look_for_stragglers(looks)
+        request.unlink()
+        return found
+
+    def look_for_stragglers(self, looks: int) -> list[SlowRank]:
+        """Look so often who is slow."""
+        self.watch.stragglers.restart()
+        found = []
+        for _ in range(looks):
+            found += self.watch.look_for_stragglers()
+            time.sleep(self._random.uniform(0, 2) * STRAGGLER_LOOK_SECONDS)
+        return found
 
     def _step(self) -> int:
         return min(flight.step for flight in read_flights(self.folder, collectives=False))

@@ -20,6 +20,8 @@ from pathlib import Path
 
 CAPACITY = 512
 """Newest collectives that are kept."""
+_SLOTS = CAPACITY + 16
+"""Places in the ring: new collectives may take the oldest ones while somebody reads."""
 MAX_GROUPS = 64
 _MAGIC = b"DANLUFR1"
 _HEADER = struct.Struct("<8siiqqdddd48s")
@@ -30,7 +32,7 @@ _RECORD = struct.Struct("<qqddi24sHxx")
 """Number in its group from 1, bytes, entered, left, peer, operation, group."""
 _GROUPS_AT = 256
 _RECORDS_AT = _GROUPS_AT + MAX_GROUPS * _GROUP.size
-FILE_BYTES = _RECORDS_AT + CAPACITY * _RECORD.size
+FILE_BYTES = _RECORDS_AT + _SLOTS * _RECORD.size
 NO_PEER = -1
 
 
@@ -166,7 +168,7 @@ class FlightWriter:
             ticket, self._count = self._count, self._count + 1
             _RECORD.pack_into(
                 self._memory,
-                _RECORDS_AT + ticket % CAPACITY * _RECORD.size,
+                _RECORDS_AT + ticket % _SLOTS * _RECORD.size,
                 sequence,
                 size,
                 time.monotonic(),
@@ -182,7 +184,7 @@ class FlightWriter:
         """A collective is over."""
         with self._lock:
             if self._count - ticket <= CAPACITY:  # else it has been overwritten
-                at = _RECORDS_AT + ticket % CAPACITY * _RECORD.size + struct.calcsize("<qqd")
+                at = _RECORDS_AT + ticket % _SLOTS * _RECORD.size + struct.calcsize("<qqd")
                 struct.pack_into("<d", self._memory, at, time.monotonic())
 
     def begin_world(self) -> None:
@@ -217,8 +219,8 @@ class FlightWriter:
         )
 
 
-def read_flight(path: Path, *, collectives: bool = True) -> RankFlight:
-    """The record of a rank, dead or alive, with or without its newest collectives.
+def read_flight(path: Path, *, collectives: bool = True, newest: bool = False) -> RankFlight:
+    """The record of a rank, dead or alive, with or without its collectives; or with the newest of every group alone.
 
     Raises `FlightRecordError` if it is none, `OSError` if it is not there.
     """
@@ -227,8 +229,8 @@ def read_flight(path: Path, *, collectives: bool = True) -> RankFlight:
     if len(raw) < (FILE_BYTES if collectives else _GROUPS_AT) or raw[:8] != _MAGIC:
         raise FlightRecordError(f"{path} must be a flight record of {FILE_BYTES} bytes, but is another file")
     _, rank, pid, count, step, clock_start, heartbeat, since, _, phase = _HEADER.unpack_from(raw)
-    kept = range(max(0, count - CAPACITY), count) if collectives else ()
-    records = [_record(raw, number) for number in kept]
+    kept = range(max(0, count - CAPACITY), count) if collectives else range(0)
+    records = [_record(raw, number) for number in (_newest(raw, kept) if newest else kept)]
     return RankFlight(
         rank=rank,
         pid=pid,
@@ -242,12 +244,12 @@ def read_flight(path: Path, *, collectives: bool = True) -> RankFlight:
     )
 
 
-def read_flights(run: Path, *, collectives: bool = True) -> list[RankFlight]:
+def read_flights(run: Path, *, collectives: bool = True, newest: bool = False) -> list[RankFlight]:
     """The records of all ranks of a run on this host, by rank; those that cannot be read are left out."""
     found = []
     for path in flight_folder(run).glob("rank-*.flight"):
         with suppress(OSError, FlightRecordError):
-            found.append(read_flight(path, collectives=collectives))
+            found.append(read_flight(path, collectives=collectives, newest=newest))
     return sorted(found, key=lambda flight: flight.rank)
 
 
@@ -264,10 +266,20 @@ def remove_flights(run: Path) -> None:
     shutil.rmtree(flight_folder(run), ignore_errors=True)
 
 
+def _newest(raw: bytes, kept: range) -> list[int]:
+    """Numbers of the newest collective of every group, and of the newest send and receive of every peer."""
+    ring = list(_RECORD.iter_unpack(raw[_RECORDS_AT:FILE_BYTES]))
+    found: dict[tuple[int, int, bytes], int] = {}
+    for number in kept:
+        _, _, _, _, peer, operation, group = ring[number % _SLOTS]
+        found[group, peer, operation if peer != NO_PEER else b""] = number
+    return sorted(found.values())
+
+
 def _record(raw: bytes, number: int) -> CollectiveRecord | None:
-    at = _RECORDS_AT + number % CAPACITY * _RECORD.size
+    at = _RECORDS_AT + number % _SLOTS * _RECORD.size
     sequence, size, entered, left, peer, operation, group = _RECORD.unpack_from(raw, at)
-    if not sequence or group >= MAX_GROUPS:  # being written
+    if not sequence or not operation[0] or group >= MAX_GROUPS:  # being written
         return None
     name, axes, members = _GROUP.unpack_from(raw, _GROUPS_AT + group * _GROUP.size)
     return CollectiveRecord(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from danlu.comm.flight_record import CollectiveRecord
 from danlu.resilience.diagnosis import Cause, Culprit, Diagnosis
+from danlu.resilience.straggler_watch import SlowRank
 from danlu.spec.byte_format import format_bytes
 
 _MAX_RANKS = 8
@@ -30,6 +31,15 @@ def describe_diagnosis(found: Diagnosis) -> str:
         others = [rank for rank in found.waiting if rank not in {each.rank for each in found.culprits}]
         parts.append(f"{_ranks(others)} wait{'s' * (len(others) == 1)} for it in {where}" if others else f"in {where}")
     return "; ".join(parts)
+
+
+def describe_slow_rank(slow: SlowRank) -> str:
+    """Who is slow, and what that costs; in one line."""
+    where = {"reading data": "reads its data"}.get(slow.phase, f"is in {slow.phase}")
+    return (
+        f"rank {slow.rank} is slow: the other ranks spend {slow.share:.0%} of their time waiting for it, mostly while "
+        f"it {where}; compare its host with theirs (clock, memory, temperature, other processes)"
+    )
 
 
 def describe_collective(record: CollectiveRecord) -> str:

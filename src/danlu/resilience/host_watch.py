@@ -8,6 +8,7 @@ from danlu.comm.flight_record import read_flights
 from danlu.resilience.diagnosis import Diagnosis, RankView, diagnose
 from danlu.resilience.process_state import read_process_state
 from danlu.resilience.progress_watch import ProgressWatch
+from danlu.resilience.straggler_watch import SlowRank, StragglerWatch
 
 _CERTAIN = ("dead", "stopped", "file system", "mismatch")
 _FIRST_DEADLINES = {"stopped": 5.0, "python lock": 30.0}
@@ -18,12 +19,12 @@ _BUSY_SHARE = 0.5
 """Share of a core that a rank must have used to count as computing."""
 
 
-def view_ranks(run: Path) -> dict[int, RankView]:
-    """Every rank of a run on this host."""
+def view_ranks(run: Path, *, newest: bool = False) -> dict[int, RankView]:
+    """Every rank of a run on this host, with all its collectives or the `newest` of every group."""
     now = time.monotonic()
     return {
         flight.rank: RankView(flight, read_process_state(flight.pid), now - flight.heartbeat)
-        for flight in read_flights(run)
+        for flight in read_flights(run, newest=newest)
     }
 
 
@@ -46,12 +47,13 @@ class HostWatch:
     """Called now and then; answers with a diagnosis once per stall."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.watch = run, ProgressWatch()
+        self.run, self.watch, self.stragglers = run, ProgressWatch(), StragglerWatch()
         self._busy_since: dict[int, tuple[float, float]] = {}
 
     def restart(self) -> None:
         """The ranks have started again: what they did before says nothing about now, but their pace is the same."""
         self.watch.restart()
+        self.stragglers.restart()
         self._busy_since.clear()
 
     def look(self) -> Diagnosis | None:
@@ -73,6 +75,10 @@ class HostWatch:
             return None
         self.watch.reported = True
         return found
+
+    def look_for_stragglers(self) -> list[SlowRank]:
+        """Ranks that have just been found to keep the others waiting."""
+        return self.stragglers.look(view_ranks(self.run, newest=True))
 
     def _look_at_first_steps(self) -> Diagnosis | None:
         """While the pace is unknown only what no step ever does is a hang."""

@@ -12,7 +12,7 @@ from danlu.resilience.diagnosis import Diagnosis
 from danlu.resilience.host_watch import HostWatch
 from danlu.resilience.policy import Fault, FaultKind, Means, Replace, Restore, Retry, Stop, decide
 from danlu.scheduler.fork_server import RankProcess
-from danlu.scheduler.launcher import record_hang
+from danlu.scheduler.launcher import record_hang, record_slow_rank
 from danlu.spec import RankFailureEvent, RunFolder
 
 JOIN_SECONDS = 5.0
@@ -90,6 +90,9 @@ class LocalRecovery:
             self._on_hang(hang, recover)
         elif recover and self._network_is_broken():
             self._handle(self._network_fault("connections between ranks broke"))
+        else:
+            for slow in self._watch.look_for_stragglers():
+                record_slow_rank(self._ranks.run, slow)
 
     def _watch_start(self, recover: bool) -> None:
         """Ranks that do not leave the last world, or do not get ready in the new one, are killed."""
