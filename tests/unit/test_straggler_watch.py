@@ -77,6 +77,13 @@ def test_it_is_told_again_after_it_kept_up() -> None:
     assert [each.rank for each in found] == [1, 1]
 
 
+def test_ranks_may_end_one_after_the_other() -> None:
+    watched = StragglerWatch(LOOKS)
+    for world in range(WORLD, 0, -1):
+        for _ in range(LOOKS):
+            assert not watched.look({rank: view(rank, late=False) for rank in range(world)})
+
+
 def test_in_words() -> None:
     told = describe_slow_rank(SlowRank(3, 0.172, "reading data"))
     assert "rank 3 is slow: the other ranks spend 17% of their time waiting for it" in told

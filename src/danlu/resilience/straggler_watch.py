@@ -50,7 +50,7 @@ class StragglerWatch:
         """Take in where the ranks are; whoever has just been found to be slow."""
         if any(view.flight.phase not in _WATCHED_PHASES for view in views.values()):
             return []
-        self._stages = {rank: _stage(view) for rank, view in views.items()}
+        self._stages |= {rank: _stage(view) for rank, view in views.items()}
         self._window.append(_waited_for(views))
         if len(self._window) < (self._window.maxlen or 0):
             return []
