@@ -112,7 +112,7 @@ class Session:
         self.world = World.join(
             rank_info,
             backend,
-            store or rendezvous(rank_info),
+            store or rendezvous(rank_info, generation),
             device,
             generation=generation,
             canceled=partial(self._is_superseded, generation) if recoverable else None,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, _resolve_process_group
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, _resolve_process_group
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -55,7 +55,6 @@ __all__ = [  # noqa: RUF022  (by subject)
     "HashStore",
     "PrefixStore",
     "Store",
-    "TCPStore",
     # The parameters that FSDP gathers together: the dry run names them.
     "FSDPParamGroup",
 ]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,10 +122,13 @@ def test_the_store_listens_on_the_address_that_was_named_and_no_other() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    store = rendezvous(RankInfo(rank=0, world_size=2, endpoint=f"127.0.0.1:{port}"))
+    one, two = (RankInfo(rank=rank, world_size=2, endpoint=f"127.0.0.1:{port}", token=bytes(32)) for rank in (0, 1))
+    store = rendezvous(one)
     assert listening() == {"127.0.0.1"}
     store.set("a", "b")
-    assert rendezvous(RankInfo(rank=1, world_size=2, endpoint=f"127.0.0.1:{port}")).get("a") == b"b"
+    assert rendezvous(two).get("a") == b"b"
+    with pytest.raises(ValueError, match="needs a token"):
+        rendezvous(replace(two, token=b""))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from danlu import scheduler
 from danlu.cli import slurm_commands
 from danlu.cli.slurm_commands import slurm_ended
+from danlu.comm.store_token import read_token
 from danlu.scheduler import (
     EXIT_STOPPED,
     JobStatus,
@@ -323,7 +324,8 @@ class TestRanks:
         write_ranks(tmp_path, RANKS.model_copy(update={"restart": 0}))
         write_ranks(tmp_path, RANKS)
         assert read_ranks(tmp_path) == RANKS
-        assert [file.name for file in tmp_path.iterdir()] == ["ranks.json"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == [RANKS.token_file, "ranks.json"]
+        assert read_token(tmp_path / RANKS.token_file)
 
     def test_a_foreign_file_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "ranks.json").write_text("{}")

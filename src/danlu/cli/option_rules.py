@@ -89,7 +89,9 @@ OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {
     ),
     "probe": (
         Requires(
-            ("--rdzv-endpoint", "--levels"), "--rank", "they are for ranks that are started separately on every host"
+            ("--rdzv-endpoint", "--store-token", "--levels"),
+            "--rank",
+            "they are for ranks that are started separately on every host",
         ),
         Requires(("--rank",), "--ranks", "the number of all ranks"),
         Requires(("--rank",), "--rdzv-endpoint", "host:port for the rendezvous"),

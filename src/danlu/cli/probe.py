@@ -15,6 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from danlu.comm.store_token import StoreTokenError, make_token, read_token, user_token_path
 from danlu.cost.stragglers import slowest_chip_lag
 from danlu.report.formatting import flop_rate, size
 from danlu.report.terminal import Console
@@ -65,6 +66,13 @@ def probe(
     store: Annotated[
         str, typer.Option("--rdzv-endpoint", help="With --rank: rendezvous endpoint host:port, served by rank 0.")
     ] = "",
+    token: Annotated[
+        Path | None,
+        typer.Option(
+            "--store-token",
+            help="With --rank: file with a token that all ranks share; default: one in the home folder.",
+        ),
+    ] = None,
     levels: Annotated[
         str, typer.Option(help="With --rank: the network from inside out, such as node:8,supernode:32,fabric:4.")
     ] = "",
@@ -81,7 +89,7 @@ def probe(
     from danlu.chips.device_benchmark import MeasurementError
 
     try:
-        probe_rank = _parse_probe_rank(rank, ranks, store, levels)
+        probe_rank = _parse_probe_rank(rank, ranks, store, token, levels)
         figures = _measure(chip, ranks, threads, quick, disk, probe_rank)
     except MeasurementError as error:
         _refuse(str(error))
@@ -117,10 +125,13 @@ class _ProbeRank:
     rank: int
     ranks: int
     store: str
+    token: bytes
     levels: "LevelFanouts"
 
 
-def _parse_probe_rank(rank: int | None, ranks: int | None, store: str, levels: str) -> _ProbeRank | None:
+def _parse_probe_rank(
+    rank: int | None, ranks: int | None, store: str, token: Path | None, levels: str
+) -> _ProbeRank | None:
     """Parse the options of a rank of a cluster; all of them, or none."""
     if rank is None:
         return None
@@ -133,7 +144,12 @@ def _parse_probe_rank(rank: int | None, ranks: int | None, store: str, levels: s
         if not level or not count.isdecimal() or int(count) < 1:
             _refuse(f'--levels: "{word}" must be a name and a count, such as node:8')
         fanouts.append((level, int(count)))
-    return _ProbeRank(rank, ranks, store, tuple(fanouts))
+    try:
+        if token is None:
+            make_token(user_token_path())
+        return _ProbeRank(rank, ranks, store, read_token(token or user_token_path()), tuple(fanouts))
+    except StoreTokenError as error:
+        _refuse(f"--store-token: {error}")
 
 
 def _measure(
@@ -183,6 +199,7 @@ def _measure(
                 world_size=probe_rank.ranks,
                 local_rank=probe_rank.rank % probe_rank.levels[0][1],
                 endpoint=probe_rank.store,
+                token=probe_rank.token,
             )
             figures = measure_as_rank(info, chip.name, each, settings, fanouts, on_step, operator_benchmarks)
     total = chip.runtime.memory_total()

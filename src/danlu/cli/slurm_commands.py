@@ -59,6 +59,7 @@ def slurm_task(run: RunArgument) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(task.threads)}
     options = {"rank": task.rank, "world": task.world_size, "local-rank": task.local_rank, "store": task.rdzv_endpoint}
     command = [sys.executable, "-m", "danlu.cli.worker", str(run), "--locked"]
+    command += ["--store-token", str(run / task.token_file)]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     os.execve(sys.executable, command, environment)
 

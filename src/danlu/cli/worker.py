@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from danlu.comm.launcher_link import LauncherLink, RegroupOrder
+from danlu.comm.store_token import StoreTokenError, read_token
 from danlu.spec import RunFolder, SpecError
 from danlu.spec.profile import ProfileRequest
 from danlu.spec.text import printable
@@ -25,6 +26,9 @@ def worker(
     world: Annotated[int, typer.Option(min=1)],
     local_rank: Annotated[int, typer.Option(min=0)],
     store: Annotated[str, typer.Option(help="Rendezvous endpoint: host:port, served by rank 0; or file:PATH.")],
+    store_token: Annotated[
+        Path | None, typer.Option(help="File with the token of a store at host:port, readable by its owner alone.")
+    ] = None,
     locked: Annotated[bool, typer.Option("--locked", help="The launcher holds the run's lock.")] = False,
     evaluate_step: Annotated[
         int | None, typer.Option("--evaluate", help="Evaluate the checkpoint of this step instead of training.")
@@ -49,8 +53,9 @@ def worker(
     from danlu.comm.rendezvous import RankInfo
     from danlu.worker import run_worker
 
-    rank_info = RankInfo(rank=rank, world_size=world, local_rank=local_rank, endpoint=store)
     try:
+        token = read_token(store_token) if store_token else b""
+        rank_info = RankInfo(rank=rank, world_size=world, local_rank=local_rank, endpoint=store, token=token)
         peaks = peak_cache_path(os.environ)
         run_worker(
             RunFolder(run),
@@ -64,7 +69,7 @@ def worker(
             order=RegroupOrder.from_json(order) if order else None,
         )
         link.report_end()
-    except (SpecError, RunError) as error:
+    except (SpecError, RunError, StoreTokenError) as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         sys.exit(2)
 

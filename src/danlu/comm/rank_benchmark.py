@@ -261,7 +261,7 @@ class _RankProbe:
     def __init__(self, chip: ChipDescriptor, rank: int, ranks: int, local_rank: int, store: Store) -> None:
         if chip.backend is None and ranks > 1:
             raise MeasurementError(f"chip {chip.name} has no collectives: only runs of one rank")
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self._store = rank, ranks, store  # torch does not keep one that is written in Python
         self.runtime = chip.runtime
         self.device = chip.runtime.set_device(local_rank)
         dist.init_process_group(

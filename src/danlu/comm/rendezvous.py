@@ -2,11 +2,13 @@
 
 import socket
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
 
-from danlu.torch_compat import FileStore, HashStore, Store, TCPStore
+from danlu.comm.store_server import StoreServer
+from danlu.comm.token_store import TokenStore
+from danlu.torch_compat import FileStore, HashStore, Store
 
 FILE_SCHEME = "file:"
 """Prefix of a rendezvous endpoint that is a file."""
@@ -24,6 +26,8 @@ class RankInfo:
     endpoint: str = ""
     """`host:port` of the store that rank 0 opens, or `file:PATH` if all ranks are on one host: file permissions protect
     that file, while any user of the host can connect to a port. Not needed by a run of one rank."""
+    token: bytes = field(default=b"", repr=False)
+    """What every rank must know to use a store at `host:port`: see `danlu.comm.store_token`."""
 
     @property
     def is_single_host(self) -> bool:
@@ -31,28 +35,25 @@ class RankInfo:
         return self.endpoint.startswith(FILE_SCHEME)
 
 
-def rendezvous(rank_info: RankInfo) -> Store:
-    """The store through which the ranks of a run find each other; rank 0 opens it."""
+def rendezvous(rank_info: RankInfo, generation: int = 0) -> Store:
+    """The store through which the ranks of a world find each other; rank 0 opens it."""
     if rank_info.world_size == 1:
         return HashStore()
     if rank_info.is_single_host:
         file = FileStore(rank_info.endpoint.removeprefix(FILE_SCHEME), rank_info.world_size)
         file.set_timeout(_TIMEOUT)
         return file
-    host, _, port = rank_info.endpoint.rpartition(":")
+    if not rank_info.token:
+        raise ValueError(f"a store at {rank_info.endpoint} needs a token: anybody who reaches the port could use it")
     if rank_info.rank:
-        return TCPStore(
-            host, int(port), rank_info.world_size, is_master=False, timeout=_TIMEOUT, wait_for_workers=False
-        )
-    listening = _listen(host.strip("[]"), int(port)).detach()
-    return TCPStore(
-        host, int(port), rank_info.world_size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False,
-        master_listen_fd=listening,
-    )  # fmt: skip
+        return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT)
+    host, _, port = rank_info.endpoint.rpartition(":")
+    server = StoreServer(_listen(host.strip("[]"), int(port)), rank_info.token, generation)
+    return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT, server)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on the given address only; by default the store listens on every interface."""
+    """Listen on the given address only."""
     found = [(family, where[0]) for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     family, address = min(found, key=lambda each: ip_address(str(each[1]).partition("%")[0]).is_loopback)
     if ip_address(str(address).partition("%")[0]).is_loopback and _is_name_of_this_host(host):

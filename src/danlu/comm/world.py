@@ -47,6 +47,8 @@ class World:
     timeout: timedelta = TIMEOUT
     store: Store | None = None
     """Key-value store of all ranks; None where there is no rendezvous."""
+    rendezvous_store: Store | None = None
+    """What it is a part of: torch does not keep one that is written in Python."""
     earlier_sockets: frozenset[str] = frozenset()
     """Sockets that this process had before it joined: not the world's."""
 
@@ -67,12 +69,12 @@ class World:
         With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
         waited for may die meanwhile.
         """
-        store = PrefixStore(f"generation-{generation}", store)
+        whole, store = store, PrefixStore(f"generation-{generation}", store)
         size, earlier = rank_info.world_size, frozenset(own_sockets().values())
         if canceled is not None:
             _wait_for_all(store, size, generation, canceled)
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
-        return cls(rank_info.rank, size, rank_info.local_rank, device, generation, timeout, store, earlier)
+        return cls(rank_info.rank, size, rank_info.local_rank, device, generation, timeout, store, whole, earlier)
 
     @classmethod
     def fake(cls, rank: int, size: int) -> Self:

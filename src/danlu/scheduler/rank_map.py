@@ -6,9 +6,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from danlu.comm.store_token import make_token
 from danlu.spec.description import PositiveInt, SpecModel, TupleOf
 
 RANKS_FILE = "ranks.json"
+_TOKEN_PREFIX = ".store-token."
 _PORT_RANGE = range(20_000, 32_768)
 """Below Linux's ephemeral ports, so that no outgoing connection takes the store's port."""
 
@@ -28,6 +30,11 @@ class RankMap(SpecModel):
     """What the order of the nodes follows."""
 
     @property
+    def token_file(self) -> str:
+        """Name of the file in the run's folder with the token of the store: another one for every start."""
+        return f"{_TOKEN_PREFIX}{self.job}.{self.restart}"
+
+    @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return len(self.nodes) * self.tasks_per_node
@@ -44,7 +51,10 @@ class RankMap(SpecModel):
 
 
 def write_ranks(folder: Path, ranks: RankMap) -> None:
-    """Replace the file atomically: a reader sees the old one or the new one."""
+    """Replace the file atomically, after the token of the store: a reader sees the old one or the new one."""
+    for old in folder.glob(f"{_TOKEN_PREFIX}*"):
+        old.unlink()
+    make_token(folder / ranks.token_file)
     fresh = folder / f".{RANKS_FILE}.{ranks.job}.{ranks.restart}"
     with fresh.open("w") as file:
         file.write(ranks.model_dump_json(indent=1) + "\n")

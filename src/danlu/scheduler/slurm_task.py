@@ -21,6 +21,8 @@ class SlurmTask(SpecModel):
     world_size: int
     local_rank: int
     rdzv_endpoint: str
+    token_file: str
+    """In the run's folder."""
     threads: int
     node: str
 
@@ -83,6 +85,7 @@ def resolve_task(ranks: RankMap, environment: Mapping[str, str]) -> SlurmTask:
         world_size=ranks.world_size,
         local_rank=local_rank,
         rdzv_endpoint=ranks.store,
+        token_file=ranks.token_file,
         threads=_cpu_threads(environment, ranks.tasks_per_node),
         node=node,
     )

@@ -1,0 +1,69 @@
+"""The keys and values of a rendezvous store, and those who wait for them; bounded."""
+
+import asyncio
+
+MAX_KEYS = 10_000_000
+MAX_TOTAL_BYTES = 1 << 30
+
+
+class StoreKeys(dict[bytes, bytes]):
+    """Written through `put`, `add`, `compare_set` and `delete`, from one event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size = 0
+        self._waiters: dict[bytes, set[asyncio.Future[None]]] = {}
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Set a key and wake who waits for it; `ValueError` if the store is full."""
+        before = self.get(key)
+        grown = self._size + len(value) + (len(key) if before is None else -len(before))
+        if grown > MAX_TOTAL_BYTES or (before is None and len(self) >= MAX_KEYS):
+            raise ValueError(f"the store is full: {len(self):,} keys, {self._size:,} bytes")
+        self[key], self._size = value, grown
+        for waiter in self._waiters.pop(key, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def add(self, key: bytes, number: int) -> bytes:
+        """Add to a number, which begins at 0; `ValueError` if it is none."""
+        total = b"%d" % (int(self.get(key, b"0")) + number)
+        self.put(key, total)
+        return total
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Set a key that has the expected value, or has none if that is empty; the value it has then."""
+        found = self.get(key)
+        if found == expected or (found is None and not expected):
+            self.put(key, desired)
+            return desired
+        return expected if found is None else found
+
+    def delete(self, key: bytes) -> bool:
+        """Whether there was such a key."""
+        if (value := self.pop(key, None)) is None:
+            return False
+        self._size -= len(key) + len(value)
+        return True
+
+    async def wait(self, keys: list[bytes], seconds: float) -> bool:
+        """Whether all keys were there within so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                for key in keys:
+                    while key not in self:
+                        await self._written(key)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _written(self, key: bytes) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        waiting = self._waiters.setdefault(key, set())
+        waiting.add(waiter)
+        try:
+            await waiter
+        finally:
+            waiting.discard(waiter)
+            if not waiting and self._waiters.get(key) is waiting:
+                del self._waiters[key]

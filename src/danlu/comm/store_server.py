@@ -1,0 +1,188 @@
+"""Serves the keys of a rendezvous store to ranks that know the job's token, in a thread of this process. No torch."""
+
+import asyncio
+import socket
+import threading
+from contextlib import suppress
+from enum import IntEnum
+
+from danlu.comm.store_channel import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    ChannelError,
+    Handshake,
+    Hello,
+    SigningKey,
+    body_length,
+    decode_fields,
+    encode_fields,
+    new_nonce,
+)
+from danlu.comm.store_keys import StoreKeys
+
+HANDSHAKE_SECONDS = 5.0
+"""A connection that has not proven to know the token by then is closed."""
+MAX_UNPROVEN = 4096
+"""Connections that may be about to prove it at once; others are closed, and ranks try again."""
+MAX_WAIT_SECONDS = 10.0
+"""Longest wait for a key in one request; who waits longer asks again."""
+
+
+class Request(IntEnum):
+    """What a client may ask for, and its fields."""
+
+    SET = 1  # key, value
+    GET = 2  # key
+    ADD = 3  # key, number
+    COMPARE_SET = 4  # key, expected, desired
+    CHECK = 5  # keys
+    WAIT = 6  # milliseconds, keys
+    DELETE = 7  # key
+    COUNT = 8
+    APPEND = 9  # key, value
+
+
+class Reply(IntEnum):
+    """What the server says."""
+
+    OK = 1
+    MISSING = 2
+    REFUSED = 3
+    STALE = 4
+    """The client is of a generation that is over."""
+
+
+class StoreServer:
+    """Keys and values of the ranks of one generation; those of an earlier one can neither read nor write."""
+
+    def __init__(self, listener: socket.socket, token: bytes, generation: int = 0) -> None:
+        """Serve on a socket that listens already."""
+        self.generation = generation
+        self._token, self._listener = token, listener
+        self._keys = StoreKeys()
+        self._unproven = 0
+        self._clients: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="danlu-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def advance(self, generation: int) -> None:
+        """From now on serve a later generation, which finds no keys; connections of earlier ones are closed."""
+        done = threading.Event()
+
+        def change() -> None:
+            self.generation = max(generation, self.generation)
+            self._keys = StoreKeys()
+            for client in self._clients:
+                client.close()
+            done.set()
+
+        self._loop.call_soon_threadsafe(change)
+        done.wait()
+
+    def close(self) -> None:
+        """Stop serving and close every connection."""
+        with suppress(RuntimeError):  # closed before
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in (tasks := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._listener.close()
+            self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(writer)
+        try:
+            if (greeted := await self._greet(reader, writer)) is None:
+                return
+            generation, theirs, mine = greeted
+            while True:
+                header = await reader.readexactly(HEADER_BYTES)
+                body = theirs.open(header, await reader.readexactly(body_length(header)))
+                writer.write(mine.seal(await self._answer(body, generation)))
+                await writer.drain()
+        except (ChannelError, OSError, asyncio.IncompleteReadError, TimeoutError):
+            pass  # it has left, or is nobody: there is no one to tell
+        except asyncio.CancelledError:
+            pass  # this server closes
+        finally:
+            self._clients.discard(writer)
+            writer.close()
+
+    async def _greet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[int, SigningKey, SigningKey] | None:
+        """The generation of a client that knows the token, and the keys of its frames and ours."""
+        if self._unproven >= MAX_UNPROVEN:
+            return None
+        self._unproven += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                hello = Hello.decode(await reader.readexactly(HELLO_BYTES))
+                handshake = Handshake(self._token, hello, new_nonce())
+                writer.write(handshake.server_nonce + handshake.proof(b"server"))
+                handshake.check(b"client", await reader.readexactly(PROOF_BYTES))
+        finally:
+            self._unproven -= 1
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        theirs, mine = handshake.channels()
+        if hello.generation > self.generation:  # this server learns of it in a moment, and the client tries again
+            return None
+        is_stale = hello.generation < self.generation
+        writer.write(mine.seal(self._stale() if is_stale else encode_fields(Reply.OK)))
+        await writer.drain()
+        return None if is_stale else (hello.generation, theirs, mine)
+
+    def _stale(self) -> bytes:
+        return encode_fields(Reply.STALE, str(self.generation).encode())
+
+    async def _answer(self, body: bytes, generation: int) -> bytes:
+        if generation != self.generation:
+            return self._stale()
+        code, fields = decode_fields(body)
+        try:
+            return await self._carry_out(code, fields)
+        except ValueError as error:
+            return encode_fields(Reply.REFUSED, str(error).encode())
+
+    async def _carry_out(self, code: int, fields: list[bytes]) -> bytes:
+        keys = self._keys
+        match code, fields:
+            case Request.SET, [key, value]:
+                keys.put(key, value)
+                return encode_fields(Reply.OK)
+            case Request.APPEND, [key, value]:
+                keys.put(key, keys.get(key, b"") + value)
+                return encode_fields(Reply.OK)
+            case Request.GET, [key]:
+                return encode_fields(Reply.OK, keys[key]) if key in keys else encode_fields(Reply.MISSING)
+            case Request.ADD, [key, number]:
+                return encode_fields(Reply.OK, keys.add(key, int(number)))
+            case Request.COMPARE_SET, [key, expected, desired]:
+                return encode_fields(Reply.OK, keys.compare_set(key, expected, desired))
+            case Request.CHECK, wanted:
+                return encode_fields(Reply.OK, b"%d" % all(key in keys for key in wanted))
+            case Request.WAIT, [milliseconds, *wanted]:
+                found = await keys.wait(wanted, min(int(milliseconds) / 1000, MAX_WAIT_SECONDS))
+                return encode_fields(Reply.OK if found else Reply.MISSING)
+            case Request.DELETE, [key]:
+                return encode_fields(Reply.OK, b"%d" % keys.delete(key))
+            case Request.COUNT, []:
+                return encode_fields(Reply.OK, b"%d" % len(keys))
+            case _:
+                raise ValueError(f"there is no request {code} with {len(fields)} fields")
