@@ -76,6 +76,11 @@ class HostWatch:
         self.watch.reported = True
         return found
 
+    @property
+    def quiet(self) -> float:
+        """Seconds since any rank moved, as far as somebody looked."""
+        return self.watch.quiet
+
     def look_for_stragglers(self) -> list[SlowRank]:
         """Ranks that have just been found to keep the others waiting."""
         return self.stragglers.look(view_ranks(self.run, newest=True))

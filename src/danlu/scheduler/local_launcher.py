@@ -12,12 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from danlu.comm.flight_record import remove_flights, remove_snapshots
+from danlu.comm.flight_record import read_flights, remove_flights, remove_snapshots
 from danlu.comm.launcher_link import RankLinks, RegroupOrder
+from danlu.resilience.host_watch import HostWatch
+from danlu.resilience.policy import Means
 from danlu.scheduler.fork_server import ForkServer, RankProcess
 from danlu.scheduler.launcher import LaunchProgress, LaunchResult
-from danlu.scheduler.local_recovery import LocalRecovery
 from danlu.scheduler.rank_failure import count_oom_kills, describe_failure, log_tail, read_failure
+from danlu.scheduler.recovery import Recovery
 from danlu.scheduler.rendezvous_file import rendezvous_file
 from danlu.spec import RankFailureEvent, RunFolder
 from danlu.spec.event import parse_known_events
@@ -65,7 +67,8 @@ class LocalLauncher:
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._fork_server: ForkServer | None = None
         self._store = ""
-        self._recovery = LocalRecovery(self, restarts)
+        self.watch, self.means = HostWatch(run.path), Means()
+        self._recovery = Recovery(self, restarts)
 
     def __enter__(self) -> Self:
         self.run.logs.mkdir(exist_ok=True)
@@ -112,7 +115,16 @@ class LocalLauncher:
         """Where the ranks of a world meet: each has its own, so that nobody who is late finds the others."""
         return f"{self._store}-{generation}"
 
-    def replace(self, ranks: Sequence[int], order: RegroupOrder) -> None:
+    @property
+    def furthest_step(self) -> int:
+        """Steps done by the rank that is furthest."""
+        return max((flight.step for flight in read_flights(self.run.path, collectives=False)), default=0)
+
+    def lost_host(self, rank: int) -> str:
+        """Of a rank that is lost with its host: this host is there."""
+        return ""
+
+    def replace(self, ranks: Sequence[int], order: RegroupOrder, host: str = "") -> None:
         """Start new processes in the place of ranks that have ended, and order the others to join them."""
         for rank in range(self.world_size):
             if rank not in ranks:

@@ -1,16 +1,15 @@
-"""Ranks of this host that die or hang are replaced, and the run goes on from its newest state."""
+"""Ranks that die or hang are replaced, on one host or on several, and the run goes on from its newest state."""
 
 import signal
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from danlu.comm.flight_record import read_flights
-from danlu.comm.launcher_link import FIRST_STEP, RankLinks, RegroupOrder
+from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
 from danlu.resilience.describe import describe_diagnosis
 from danlu.resilience.diagnosis import Diagnosis
-from danlu.resilience.host_watch import HostWatch
 from danlu.resilience.policy import Fault, FaultKind, Means, Replace, Restore, Retry, Stop, decide
+from danlu.resilience.straggler_watch import SlowRank
 from danlu.scheduler.fork_server import RankProcess
 from danlu.scheduler.launcher import record_hang, record_slow_rank
 from danlu.spec import RankFailureEvent, RunFolder
@@ -27,12 +26,80 @@ _NOT_KILLED_FOR = ("data", "storage", "file system")
 """What a new process would wait for too."""
 
 
-class LocalRanks(Protocol):
-    """What recovery needs of a launcher."""
+class RankReports(Protocol):
+    """What ranks report about themselves, and how they are reached."""
+
+    def phase_of(self, rank: int) -> str:
+        """What a rank said last that it is doing."""
+        ...
+
+    def generation_of(self, rank: int) -> int:
+        """The newest world that a rank reported."""
+        ...
+
+    def has_lost(self, generation: int) -> bool:
+        """Whether a rank reported that connections of this world broke."""
+        ...
+
+    def forget_phases(self) -> None:
+        """All ranks start again."""
+        ...
+
+    def order(self, rank: int, order: RegroupOrder | None) -> None:
+        """Order a rank to regroup; None says that no such order will come."""
+        ...
+
+
+class RunWatch(Protocol):
+    """Says who keeps a run from going on."""
+
+    @property
+    def quiet(self) -> float:
+        """Seconds since any rank moved."""
+        ...
+
+    def look(self) -> Diagnosis | None:
+        """A diagnosis if the run has just been found to hang."""
+        ...
+
+    def look_for_stragglers(self) -> Sequence[SlowRank]:
+        """Ranks that have just been found to keep the others waiting."""
+        ...
+
+    def restart(self) -> None:
+        """The ranks have started again."""
+        ...
+
+
+class RecoverableRanks(Protocol):
+    """What recovery needs of whoever started the ranks."""
 
     run: RunFolder
-    links: RankLinks
-    processes: list[RankProcess]
+
+    @property
+    def links(self) -> RankReports:
+        """What they report."""
+        ...
+
+    @property
+    def watch(self) -> RunWatch:
+        """Who hangs."""
+        ...
+
+    @property
+    def processes(self) -> Sequence[RankProcess]:
+        """Of every rank."""
+        ...
+
+    @property
+    def means(self) -> Means:
+        """What is left to go on with."""
+        ...
+
+    @property
+    def furthest_step(self) -> int:
+        """Steps done by the rank that is furthest."""
+        ...
 
     @property
     def is_importing(self) -> bool:
@@ -51,22 +118,28 @@ class LocalRanks(Protocol):
         """Where the ranks of a world meet."""
         ...
 
-    def replace(self, ranks: Sequence[int], order: RegroupOrder) -> None:
-        """Start new processes in the place of ranks that have ended, and order the others to join them."""
+    def lost_host(self, rank: int) -> str:
+        """The host that a rank was lost with; empty if its host is there."""
+        ...
+
+    def replace(self, ranks: Sequence[int], order: RegroupOrder, host: str = "") -> None:
+        """Start new processes in the place of ranks that have ended, and order the others to join them.
+
+        They start on another `host` if one is given.
+        """
         ...
 
 
-class LocalRecovery:
+class Recovery:
     """Looks at the ranks of a launch now and then, and carries out what the policy decides."""
 
-    def __init__(self, ranks: LocalRanks, restarts: int) -> None:
+    def __init__(self, ranks: RecoverableRanks, restarts: int) -> None:
         """Without `restarts` it only says who hangs."""
         self.generation = 0
         self.faults: list[Fault] = []
         self.reason = ""
         """Why the run is not recovered any more; empty while it is."""
         self._ranks, self._restarts = ranks, restarts
-        self._watch = HostWatch(ranks.run.path)
         self._killed: dict[int, str] = {}
         """Ranks that were killed from here, and why."""
         self._started_at = self._ordered_at = time.monotonic()
@@ -86,12 +159,12 @@ class LocalRecovery:
             return
         if not self._is_ready:
             self._watch_start(recover)
-        elif (hang := self._watch.look()) is not None:
+        elif (hang := self._ranks.watch.look()) is not None:
             self._on_hang(hang, recover)
         elif recover and self._network_is_broken():
             self._handle(self._network_fault("connections between ranks broke"))
         else:
-            for slow in self._watch.look_for_stragglers():
+            for slow in self._ranks.watch.look_for_stragglers():
                 record_slow_rank(self._ranks.run, slow)
 
     def _watch_start(self, recover: bool) -> None:
@@ -100,7 +173,7 @@ class LocalRecovery:
         if all(links.phase_of(rank) == FIRST_STEP for rank in ranks):
             self._is_ready = True
             self._start_seconds = self._start_seconds or now - self._started_at
-            self._watch.restart()
+            self._ranks.watch.restart()
             return
         if self._ranks.is_importing:
             self._ordered_at = now
@@ -114,7 +187,7 @@ class LocalRecovery:
             self._kill(rank, f"rank {rank} did not come to generation {self.generation} in {waited:.0f} s")
 
     def _on_hang(self, found: Diagnosis, recover: bool) -> None:
-        record_hang(self._ranks.run, found, self._watch.watch.quiet)
+        record_hang(self._ranks.run, found, self._ranks.watch.quiet)
         if not recover:
             return
         why = describe_diagnosis(found)
@@ -138,37 +211,37 @@ class LocalRecovery:
         return time.monotonic() - self._lost_since > LOST_SECONDS
 
     def _network_fault(self, message: str) -> Fault:
-        return Fault(time.time(), (), "network", self._step(), message)
+        return Fault(time.time(), (), "network", self._ranks.furthest_step, message)
 
     def _fault_of(self, lost: Sequence[int]) -> Fault:
         first = min(lost, key=self._order_of_loss)
         failure, code = self._ranks.failure(first), self._ranks.processes[first].returncode or 0
+        host = next(filter(None, map(self._ranks.lost_host, lost)), "")
         kind: FaultKind = "killed"
-        if first in self._killed:
+        if host:
+            kind = "host"
+        elif first in self._killed:
             kind = "hang"
         elif failure is not None and code > 0:
             kind = "explained" if failure.explained else "exception"
-        message = self._killed.get(first) or self._ranks.describe(first)
-        return Fault(time.time(), tuple(lost), kind, self._step(), message)
+        message = f"host {host} is lost" if host else self._killed.get(first) or self._ranks.describe(first)
+        return Fault(time.time(), tuple(lost), kind, self._ranks.furthest_step, message, host)
 
     def _order_of_loss(self, rank: int) -> tuple[bool, float]:
         """Those that a signal ended come first, then those that reported a failure, by when they did."""
         failure = self._ranks.failure(rank)
         return (self._ranks.processes[rank].returncode or 0) > 0, failure.time if failure else float("inf")
 
-    def _step(self) -> int:
-        return max((flight.step for flight in read_flights(self._ranks.run.path, collectives=False)), default=0)
-
     def _handle(self, fault: Fault) -> None:
         self.faults.append(fault)
-        decision, processes = decide(self.faults, Means(), self._restarts), self._ranks.processes
+        decision, processes = decide(self.faults, self._ranks.means, self._restarts), self._ranks.processes
         if isinstance(decision, Restore):
             for process in processes:
                 process.send_signal(signal.SIGKILL)
             for process in processes:
                 process.wait()
         elif not isinstance(decision, Replace | Retry):
-            self.reason = decision.reason if isinstance(decision, Stop) else f"{decision} needs several hosts"
+            self.reason = decision.reason if isinstance(decision, Stop) else f"{decision} is not carried out yet"
             for rank in range(len(processes)):
                 self._ranks.links.order(rank, None)
             return
@@ -186,5 +259,5 @@ class LocalRecovery:
         )
         self._killed.clear()
         self._ranks.links.forget_phases()
-        self._ranks.replace(gone, order)
+        self._ranks.replace(gone, order, decision.spare if isinstance(decision, Replace) else "")
         self._ordered_at, self._lost_since, self._is_ready = time.monotonic(), None, False

@@ -1,0 +1,140 @@
+"""A client of a `StoreServer`: reads, writes and waits for keys, if it knows the job's token. No torch."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from danlu.comm.store_channel import (
+    HEADER_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ChannelError,
+    Handshake,
+    Hello,
+    body_length,
+    decode_fields,
+    encode_fields,
+    new_nonce,
+)
+from danlu.comm.store_server import Reply, Request
+
+_FIRST_RETRY, _SLOWEST_RETRY = 0.02, 1.0
+_ANSWER_SECONDS = 30.0
+"""Silence of the server after which it counts as dead; waits are asked for in shorter pieces."""
+_WAIT_MILLISECONDS = 1000
+"""Longest piece: other threads get their turn between two."""
+
+
+class StoreError(RuntimeError):
+    """A store cannot be reached, does not know the token, or refuses; the message says which."""
+
+
+class StoreClient:
+    """One connection, which several threads may use."""
+
+    def __init__(self, endpoint: str, token: bytes, generation: int, seconds: float) -> None:
+        """Connect to `host:port`, and try again until the server is there or the time is over."""
+        self.endpoint, self.generation = endpoint, generation
+        self._token, self._lock = token, threading.Lock()
+        self._connection = self._connect(seconds)
+
+    @property
+    def local_address(self) -> str:
+        """This host's address on the network over which it reaches the store."""
+        return str(self._connection.getsockname()[0])
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._connection.close()
+
+    def wait(self, keys: list[str], seconds: float) -> bool:
+        """Whether all keys are set within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(0, min(_WAIT_MILLISECONDS, round(1000 * (deadline - time.monotonic()))))
+            if self.ask(Request.WAIT, str(left), *keys) is not None:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self.ask(Request.SET, key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key; None if it is not set."""
+        found = self.ask(Request.GET, key)
+        return found[0] if found else None
+
+    def ask(self, request: Request, *fields: str | bytes) -> list[bytes] | None:
+        """The fields of the answer; None if what was asked for is missing."""
+        raw = encode_fields(request, *(each.encode() if isinstance(each, str) else bytes(each) for each in fields))
+        with self._lock:
+            try:
+                self._connection.sendall(self._mine.seal(raw))
+                code, answer = self._receive(self._connection)
+            except (OSError, ChannelError) as error:
+                self._connection.close()
+                raise StoreError(f"the store at {self.endpoint} does not answer: {error}") from None
+        if code == Reply.REFUSED:
+            raise StoreError(f"the store at {self.endpoint} refused: {answer[0].decode(errors='replace')}")
+        if code == Reply.STALE:
+            raise self._stale(answer)
+        return None if code == Reply.MISSING else answer
+
+    def _stale(self, answer: list[bytes]) -> StoreError:
+        now = answer[0].decode(errors="replace")
+        return StoreError(f"generation {self.generation} of this run is over: the store serves generation {now}")
+
+    def _connect(self, seconds: float) -> socket.socket:
+        host, _, port = self.endpoint.rpartition(":")
+        deadline, pause = time.monotonic() + seconds, _FIRST_RETRY
+        while True:
+            try:
+                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS)
+                with suppress(OSError):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return self._greet(connection)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise StoreError(
+                        f"the store at {self.endpoint} must be reached within {seconds:.0f} s, "
+                        f"but: {error} (is rank 0 running, and does it have the same token?)"
+                    ) from None
+                time.sleep(pause)
+                pause = min(1.5 * pause, _SLOWEST_RETRY)
+
+    def _greet(self, connection: socket.socket) -> socket.socket:
+        hello = Hello(self.generation, new_nonce())
+        try:
+            connection.sendall(hello.encode())
+            raw = _receive_exactly(connection, NONCE_BYTES + PROOF_BYTES)
+            handshake = Handshake(self._token, hello, raw[:NONCE_BYTES])
+            try:
+                handshake.check(b"server", raw[NONCE_BYTES:])
+            except ChannelError as error:
+                raise StoreError(f"who listens at {self.endpoint} is not this job's store: {error}") from None
+            connection.sendall(handshake.proof(b"client"))
+            self._mine, self._theirs = handshake.channels()
+            code, answer = self._receive(connection)
+            if code == Reply.STALE:
+                raise self._stale(answer)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _receive(self, connection: socket.socket) -> tuple[int, list[bytes]]:
+        header = _receive_exactly(connection, HEADER_BYTES)
+        body = _receive_exactly(connection, body_length(header))
+        return decode_fields(self._theirs.open(header, body))
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        if not (some := connection.recv(count - len(received))):
+            raise ConnectionResetError("it closed the connection")
+        received += some
+    return bytes(received)
