@@ -22,7 +22,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder, self.links, self.forked = folder, RankLinks(), 0
         with (folder / "log").open("ab") as log:
-            self.server = ForkServer(1, log)
+            self.server = ForkServer(1, log, "lo")
 
     def fork(self, run: Path, is_done: Callable[[], bool] = lambda: False) -> ForkedRank:
         words = [str(run), "--rank", "0", "--world", "2", "--local-rank", "0", "--store", f"file:{self.folder}/store"]

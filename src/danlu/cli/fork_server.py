@@ -22,9 +22,9 @@ from danlu.comm.launcher_link import MAX_MESSAGE_BYTES
 MAX_DESCRIPTORS = 8
 
 
-def serve(control: socket.socket, threads: int) -> Sequence[str] | None:
+def serve(control: socket.socket, threads: int, interface: str) -> Sequence[str] | None:
     """Fork a rank for every request until the launcher closes its end; in a rank, returns its worker's arguments."""
-    _set_single_host_defaults(threads)
+    _set_library_defaults(threads, interface)
     import danlu.worker  # noqa: F401  what every rank needs; no thread and no device is started by it
 
     gc.collect()
@@ -59,15 +59,15 @@ def serve(control: socket.socket, threads: int) -> Sequence[str] | None:
         _send(control, {"forked": request["number"], "pid": pid})
 
 
-def _set_single_host_defaults(threads: int) -> None:
+def _set_library_defaults(threads: int, interface: str) -> None:
     """Set what libraries read when they are loaded; the user's own settings take precedence.
 
     Threads that spin instead of sleeping gain nothing measurable on an idle machine, and on a busy one (twice as many
-    processes as cores) made a run of one rank five times slower. Gloo listens on the interface of the host's name,
-    which other hosts can reach; ranks of one host need only loopback.
+    processes as cores) made a run of one rank five times slower. Gloo listens on the interface of the host's name
+    otherwise; ranks of one host need only loopback, others the one over which they reach the store.
     """
     assert sys.modules.keys().isdisjoint(("numpy", "torch")), "they have read their settings already"
-    defaults = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+    defaults = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": interface}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -108,6 +108,6 @@ def _become_rank(arguments: list[str], log: int, link: int, *_inherited: int) ->
 
 
 if __name__ == "__main__":
-    found = serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    found = serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
     if found is not None:
         worker.app(found)

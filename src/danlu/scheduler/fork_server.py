@@ -42,12 +42,12 @@ class RankProcess(Protocol):
 class ForkServer:
     """A process that forks ranks; `fork` may be called at once, and takes effect when torch is imported."""
 
-    def __init__(self, threads: int, log: IO[bytes]) -> None:
-        """Every rank computes with so many threads; what the server itself prints goes to `log`."""
+    def __init__(self, threads: int, log: IO[bytes], interface: str) -> None:
+        """Every rank computes with so many threads, and is reached over `interface`; the server's output is `log`."""
         self.is_ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "danlu.cli.fork_server", str(theirs.fileno()), str(threads)]
+            command = [sys.executable, "-m", "danlu.cli.fork_server", str(theirs.fileno()), str(threads), interface]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -1,14 +1,10 @@
 """The ranks of a run as processes on this machine, forked from one that has imported torch."""
 
-import os
-import select
 import signal
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,13 +12,13 @@ from danlu.comm.flight_record import read_flights, remove_flights, remove_snapsh
 from danlu.comm.launcher_link import RankLinks, RegroupOrder
 from danlu.resilience.host_watch import HostWatch
 from danlu.resilience.policy import Means
-from danlu.scheduler.fork_server import ForkServer, RankProcess
+from danlu.scheduler.fork_server import RankProcess
+from danlu.scheduler.host_ranks import HostRanks
 from danlu.scheduler.launcher import LaunchProgress, LaunchResult
-from danlu.scheduler.rank_failure import count_oom_kills, describe_failure, log_tail, read_failure
+from danlu.scheduler.rank_failure import log_tail
 from danlu.scheduler.recovery import Recovery
 from danlu.scheduler.rendezvous_file import rendezvous_file
 from danlu.spec import RankFailureEvent, RunFolder
-from danlu.spec.event import parse_known_events
 from danlu.storage.run_lock import RunLock
 
 _GRACE_PERIOD = 30.0
@@ -53,19 +49,18 @@ class LocalLauncher:
         Ranks that die or hang are replaced, up to `restarts` times without a new step between.
         """
         self.run, self.world_size = run, world
-        self.worker_options = (*worker_options, *(["--recoverable"] if restarts else []))
-        self.processes: list[RankProcess] = []
-        self.links = RankLinks()
+        self._ranks = HostRanks(
+            run,
+            world,
+            (*worker_options, *(["--recoverable"] if restarts else [])),
+            ranks_per_host=world,
+            inherited=[lock.descriptor] if lock else (),
+        )
         self.stop_requested = False
-        self._lock = lock
         self._exit_stack = ExitStack()
         self._failed_rank: int | None = None
         self._deadline = float("inf")
-        self._started_at = time.time()
-        self._oom_kills = count_oom_kills()
-        self._unwritten_failures: dict[int, RankFailureEvent] = {}
         self._previous_handlers: dict[signal.Signals, Any] = {}
-        self._fork_server: ForkServer | None = None
         self._store = ""
         self.watch, self.means = HostWatch(run.path), Means()
         self._recovery = Recovery(self, restarts)
@@ -75,13 +70,12 @@ class LocalLauncher:
         remove_flights(self.run.path)  # and with them the states that an earlier launch left in memory
         self._exit_stack.callback(remove_snapshots, self.run.path)
         self._store = self._exit_stack.enter_context(rendezvous_file())
-        self._exit_stack.callback(self.links.close)
         if threading.current_thread() is threading.main_thread():  # Python handles signals in no other
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._previous_handlers[number] = signal.signal(number, self._on_stop_signal)
         try:
             for rank in range(self.world_size):
-                self.processes.append(self._start(rank))
+                self._ranks.start(rank, rank, self._store)
         except OSError:
             self.__exit__(None, None, None)
             raise
@@ -90,26 +84,10 @@ class LocalLauncher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._signal_all(signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
+        self._ranks.close()
         self._exit_stack.close()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-
-    def _start(self, rank: int, order: RegroupOrder | None = None) -> RankProcess:
-        if self._fork_server is None or not self._fork_server.is_alive:
-            threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
-            with self.log_path(rank).open("ab") as log:
-                self._fork_server = ForkServer(threads, log)
-            self._exit_stack.callback(self._fork_server.close)
-        arguments = [str(self.run.path), "--store", self._store, "--locked", *self.worker_options]
-        arguments += ["--rank", str(rank), "--world", str(self.world_size), "--local-rank", str(rank)]
-        arguments += ["--order", order.to_json()] if order else []
-        with self.links.open_link(rank) as link, self.log_path(rank).open("ab") as log:
-            lock = [self._lock.descriptor] if self._lock else []
-            done = partial(self.links.is_done, rank)
-            return self._fork_server.fork(arguments, log.fileno(), link.fileno(), *lock, is_done=done)
 
     def endpoint_of(self, generation: int) -> str:
         """Where the ranks of a world meet: each has its own, so that nobody who is late finds the others."""
@@ -130,32 +108,34 @@ class LocalLauncher:
             if rank not in ranks:
                 self.links.order(rank, order)
         for rank in ranks:
-            self.processes[rank] = self._start(rank, order)
-
-    def log_path(self, rank: int) -> Path:
-        """The log file of a rank."""
-        return self.run.logs / f"rank-{rank}.log"
+            self._ranks.start(rank, rank, self._store, order)
 
     def poll(self) -> LaunchProgress:
         """Look at the ranks; lost ones are replaced, or else those that wait for them are killed after a while."""
-        unwritten = self.links.poll_events()
-        for event in parse_known_events(unwritten):
-            if isinstance(event, RankFailureEvent):
-                self._unwritten_failures[event.rank] = event
+        unwritten = self._ranks.poll_events()
         self._recovery.look(recover=not self.stop_requested)
         is_running = any(process.poll() is None for process in self.processes)
         if is_running and any(process.poll() for process in self.processes):
             self._deadline = min(self._deadline, time.monotonic() + _GRACE_PERIOD)
             if time.monotonic() > self._deadline:
                 self._failed_rank = self.failed_rank  # before the others are killed, which is not their own failure
-                self._signal_all(signal.SIGKILL)
+                self._ranks.signal_all(signal.SIGKILL)
         return LaunchProgress(is_running, self._phase, tuple(unwritten))
+
+    @property
+    def processes(self) -> list[RankProcess]:
+        """Of every rank."""
+        return [self._ranks.processes[rank] for rank in range(self.world_size)]
+
+    @property
+    def links(self) -> RankLinks:
+        """What ranks report, and how they are reached."""
+        return self._ranks.links
 
     @property
     def fork_server_pid(self) -> int:
         """The process that forks the ranks."""
-        assert self._fork_server is not None
-        return self._fork_server.pid
+        return self._ranks.fork_server_pid
 
     @property
     def _phase(self) -> str:
@@ -164,14 +144,11 @@ class LocalLauncher:
     @property
     def is_importing(self) -> bool:
         """Whether new ranks still wait for torch to be imported."""
-        return self._fork_server is not None and not self._fork_server.is_ready
+        return self._ranks.is_importing
 
     def wait(self) -> None:
         """Return after a moment, or sooner if a rank has ended."""
-        if self._fork_server is not None and self._fork_server.is_alive:
-            select.select([self._fork_server], [], [], self.poll_seconds)
-        else:
-            time.sleep(self.poll_seconds)
+        self._ranks.wait(self.poll_seconds)
 
     @property
     def failed_rank(self) -> int | None:
@@ -193,8 +170,7 @@ class LocalLauncher:
 
     def failure(self, rank: int) -> RankFailureEvent | None:
         """What a rank of this launch reported about its failure."""
-        pid = self.processes[rank].pid
-        return self._unwritten_failures.get(rank) or read_failure(self.run, rank, since=self._started_at, pid=pid)
+        return self._ranks.failure(rank)
 
     def result(self) -> LaunchResult:
         """Which rank failed first and why, with the end of its log."""
@@ -203,28 +179,17 @@ class LocalLauncher:
             return LaunchResult()
         if self.stop_requested and self.exit_code(rank) < 0:
             return LaunchResult(exit_code=1, killed_on_request=True)
-        tail = tuple(log_tail(self.failure(rank), self._read_log(rank)))
-        return LaunchResult(1, self._recovery.reason or self.describe(rank), self.log_path(rank), tail)
+        tail = tuple(log_tail(self.failure(rank), self._ranks.read_log(rank)))
+        return LaunchResult(1, self._recovery.reason or self.describe(rank), self._ranks.log_path(rank), tail)
 
     def describe(self, rank: int) -> str:
         """Why a rank ended, in one line."""
-        return describe_failure(rank, self.exit_code(rank), self.failure(rank), self._read_log(rank), self._oom_kills)
-
-    def _read_log(self, rank: int) -> str:
-        try:
-            return self.log_path(rank).read_text(errors="replace")
-        except OSError as error:
-            return f"its log cannot be read: {error}"
+        return self._ranks.describe(rank)
 
     def stop(self, *, now: bool = False) -> None:
         """Stop the ranks after their step, with a checkpoint; `now` kills them."""
         self.stop_requested = True
-        self._signal_all(signal.SIGKILL if now else signal.SIGTERM)
+        self._ranks.signal_all(signal.SIGKILL if now else signal.SIGTERM)
 
     def _on_stop_signal(self, _number: int, _frame: Any) -> None:
         self.stop(now=self.stop_requested)
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(number)
