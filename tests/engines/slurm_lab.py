@@ -96,8 +96,7 @@ class SlurmLab:
 
     def start(self) -> None:
         """Write the configuration, start every daemon, and return when the four nodes are idle."""
-        for folder in ("munge", "state", "pids", "log", *(f"spool/{node}" for node in NODES)):
-            (self.root / folder).mkdir(parents=True, mode=0o755)
+        self.make_folders()
         self._start_munge()
         self._write_configuration()
         conf = str(self.root / "slurm.conf")
@@ -105,6 +104,11 @@ class SlurmLab:
         for node in NODES:
             self._daemon("slurmd", "-D", "-f", conf, "-N", node, log=node)
         self._wait_until_idle()
+
+    def make_folders(self) -> None:
+        """For what the daemons write."""
+        for folder in ("munge", "state", "pids", "log", *(f"spool/{node}" for node in NODES)):
+            (self.root / folder).mkdir(parents=True, mode=0o755)
 
     def stop(self) -> None:
         """Cancel what still runs, then end the daemons, the controller before its authentication."""
@@ -163,6 +167,10 @@ class SlurmLab:
         values = {"host": host, "user": getpass.getuser(), "root": self.root, "nodes": "\n".join(lines)}
         text = CONF.format(controller_port=_free(CONTROLLER_PORTS)[0], **values)
         (self.root / "slurm.conf").write_text(text)
+        self.write_topology()
+
+    def write_topology(self) -> None:
+        """Two leaf switches and a spine."""
         leaves = [f"SwitchName={switch} Nodes={','.join(nodes)}" for switch, nodes in SWITCHES.items()]
         (self.root / "topology.conf").write_text(
             "\n".join([*leaves, f"SwitchName=spine Switches={','.join(SWITCHES)}\n"])
@@ -170,10 +178,11 @@ class SlurmLab:
 
     def _wait_until_idle(self) -> None:
         def idle() -> bool:
-            answer = subprocess.run(
-                ["sinfo", "--noheader", "--Node", "--format=%T"], env=self.environment, capture_output=True, text=True
-            )
-            return answer.stdout.split() == ["idle"] * len(NODES)
+            try:
+                answer = self.run("sinfo", "--noheader", "--Node", "--format=%T")
+            except subprocess.CalledProcessError:  # the controller does not answer yet
+                return False
+            return answer.split() == ["idle"] * len(NODES)
 
         self._until(idle, 60, "all nodes to be idle")
 

@@ -26,7 +26,7 @@ from danlu.cli.runs import runs
 from danlu.cli.sample import sample
 from danlu.cli.schema import schema
 from danlu.cli.show import show
-from danlu.cli.slurm_commands import slurm_ended, slurm_ranks, slurm_task
+from danlu.cli.slurm_commands import slurm_agent, slurm_coordinate, slurm_ended, slurm_ranks, slurm_task
 from danlu.cli.stop import stop
 from danlu.cli.train import train
 from danlu.cli.why import why
@@ -98,6 +98,8 @@ app.command()(chips)
 app.command()(schema)
 app.command("slurm-ranks", hidden=True)(slurm_ranks)
 app.command("slurm-task", hidden=True)(slurm_task)
+app.command("slurm-coordinate", hidden=True)(slurm_coordinate)
+app.command("slurm-agent", hidden=True)(slurm_agent)
 app.command("slurm-ended", hidden=True)(slurm_ended)
 refuse_renamed(app)
 refuse_renamed(ckpt.app, "ckpt")

@@ -16,6 +16,7 @@ from danlu.cli.run_options import (
     RecipeArgument,
     ResourceRequest,
     SbatchOption,
+    SparesOption,
     TimeLimitOption,
     WaitOption,
 )
@@ -38,6 +39,7 @@ def launch(
     on: Annotated[str, typer.Option(help="The scheduler: slurm.", callback=_check_scheduler)],
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
     ranks_per_node: RanksPerNodeOption = None,
+    spares: SparesOption = None,
     plan: PlanOption = None,
     cluster: ClusterOption = None,
     name: NameOption = None,
@@ -50,7 +52,7 @@ def launch(
 ) -> None:
     """Start a run on a cluster, through its scheduler, with ranks in the order of its network."""
     ranks = resolve_ranks_per_node(nodes, ranks_per_node, plan, cluster)
-    request = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ()))
+    request = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ()), spares)
     if dry_run:
         spec = check_run(recipe, plan, cluster, nodes * ranks)
         run = choose_new_run_folder(name, spec.recipe.name)

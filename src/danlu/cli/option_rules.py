@@ -57,7 +57,7 @@ class Requires:
 OptionRule = MutuallyExclusive | NoEffectWith | Requires
 _MODES = ("--why-not", "--what-if", "--compare", "--days", "--max-length", "--min-memory", "--verify")
 _S3 = "an s3:// address"
-_SLURM = ("--ranks-per-node", "--partition", "--account", "--time", "--sbatch", "--wait")
+_SLURM = ("--ranks-per-node", "--spares", "--partition", "--account", "--time", "--sbatch", "--wait")
 _PLAN: tuple[OptionRule, ...] = (
     MutuallyExclusive(_MODES, "each is a separate mode; use one at a time"),
     Requires(("--tokens",), "--days", "it is the number of tokens to train within those days; add --days, or omit it"),

@@ -16,6 +16,7 @@ from danlu.cli.run_options import (
     RunArgument,
     RunsDirOption,
     SbatchOption,
+    SparesOption,
     TimeLimitOption,
     WaitOption,
 )
@@ -38,6 +39,7 @@ def resume(
     cluster: ClusterOption = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Resume through Slurm, on so many nodes.")] = None,
     ranks_per_node: RanksPerNodeOption = None,
+    spares: SparesOption = None,
     partition: PartitionOption = None,
     account: AccountOption = None,
     time: TimeLimitOption = None,
@@ -60,7 +62,7 @@ def resume(
     try:
         scheduler.check_slurm_installed()
         found, lock = prepare_resume(run, nodes * ranks, plan, cluster, folder)
-        job = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ())).to_job(found)
+        job = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ()), spares).to_job(found)
         raise typer.Exit(submit_run(job, found, wait, lock, fresh=False))
     except SlurmError as error:
         fail(str(error))

@@ -30,6 +30,10 @@ RunsDirOption = Annotated[Path, typer.Option("--runs-dir", help="Folder of the r
 RanksPerNodeOption = Annotated[
     int | None, typer.Option(min=1, help="Default: what the plan needs, or one per chip of the cluster, or 1.")
 ]
+SparesOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="Further nodes that wait: a node that is lost does not end the job. Default: it does."),
+]
 PartitionOption = Annotated[str | None, typer.Option(help="Slurm's partition.")]
 AccountOption = Annotated[str | None, typer.Option(help="Slurm's account.")]
 TimeLimitOption = Annotated[str | None, typer.Option(help="Time limit in Slurm's format: 1-12:00:00.")]
@@ -52,6 +56,7 @@ class ResourceRequest:
     partition: str | None = None
     account: str | None = None
     sbatch_options: tuple[str, ...] = ()
+    spares: int | None = None
 
     def to_job(self, run: RunFolder) -> SlurmJob:
         """The job of a run."""
@@ -66,4 +71,5 @@ class ResourceRequest:
             partition=self.partition,
             account=self.account,
             extra_options=self.sbatch_options,
+            spares=self.spares,
         )

@@ -5,6 +5,7 @@ for a job and a task; the user sets nothing.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -12,8 +13,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from danlu import scheduler
+from danlu.comm.store_client import StoreError
+from danlu.comm.store_token import StoreTokenError, read_token
 from danlu.scheduler import EXIT_STOPPED, SlurmError
-from danlu.scheduler.slurm_task import assign_ranks, env_int, resolve_task, wait_for_ranks_file
+from danlu.scheduler.coordinator import Coordinator
+from danlu.scheduler.node_agent import NodeAgent
+from danlu.scheduler.slurm_task import assign_ranks, env_int, env_text, resolve_task, wait_for_ranks_file
 from danlu.spec import EndEvent, RunFolder, load_recipe
 from danlu.storage import run_lock
 from danlu.storage.access import set_umask
@@ -28,6 +33,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder 
 def slurm_ranks(
     run: RunArgument,
     lock: Annotated[int | None, typer.Option(help="Descriptor of the lock's file that the job's script holds.")] = None,
+    spares: Annotated[int | None, typer.Option(min=0, help="Nodes that wait; all nodes have agents.")] = None,
 ) -> None:
     """Acquire the run's lock for the job's script, then write RUN_FOLDER/ranks.json, once per start."""
     folder = RunFolder(run)
@@ -36,7 +42,7 @@ def slurm_ranks(
         # A requeued job may start while the script of its earlier start is still exiting.
         held = run_lock.acquire(folder, job=job, descriptor=lock, pid=lock and os.getppid(), wait=_LOCK_TIMEOUT)
         set_umask(load_recipe(folder.recipe).access if folder.recipe.exists() else "owner")
-        ranks = assign_ranks(os.environ)
+        ranks = assign_ranks(os.environ, spares)
     except (SlurmError, RunError, ValueError, OSError) as error:
         _fail(error)
     if held.warning:
@@ -62,6 +68,45 @@ def slurm_task(run: RunArgument) -> None:
     command += ["--store-token", str(run / task.token_file)]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     os.execve(sys.executable, command, environment)
+
+
+def slurm_coordinate(run: RunArgument) -> None:
+    """Keep the ranks of the job going on its nodes; exits with 0 once all have ended well."""
+    folder = RunFolder(run)
+    try:
+        ranks = wait_for_ranks_file(run, os.environ)
+        token, restarts = read_token(run / ranks.token_file), load_recipe(folder.recipe).resilience.restarts
+        coordinator = Coordinator(folder, ranks, token, ranks.control.rpartition(":")[0], restarts)
+    except (StoreTokenError, StoreError, ValueError, OSError) as error:
+        _fail(error)
+    signal.signal(signal.SIGTERM, coordinator.stop)
+    try:
+        code = coordinator.run_to_end()
+    finally:
+        coordinator.close()
+    if reason := coordinator.recovery.reason:
+        typer.echo(reason)
+    raise typer.Exit(code)
+
+
+def slurm_agent(run: RunArgument) -> None:
+    """Start and watch the ranks of this node, as the job's coordinator orders."""
+    try:
+        ranks = wait_for_ranks_file(run, os.environ)
+        token_file = run / ranks.token_file
+        agent = NodeAgent(
+            RunFolder(run),
+            env_text(os.environ, "SLURMD_NODENAME"),
+            ranks.control,
+            read_token(token_file),
+            ranks.world_size,
+            ranks.tasks_per_node,
+            ("--recoverable", "--served", "--store-token", str(token_file)),
+        )
+    except (StoreTokenError, StoreError, ValueError, OSError) as error:
+        _fail(error)
+    if not agent.serve():
+        _fail(StoreError(f"the coordinator at {ranks.control} is not reached any more: the ranks of this node ended"))
 
 
 def slurm_ended(

@@ -29,6 +29,7 @@ def worker(
     store_token: Annotated[
         Path | None, typer.Option(help="File with the token of a store at host:port, readable by its owner alone.")
     ] = None,
+    served: Annotated[bool, typer.Option("--served", help="The coordinator of the job serves the store.")] = False,
     locked: Annotated[bool, typer.Option("--locked", help="The launcher holds the run's lock.")] = False,
     evaluate_step: Annotated[
         int | None, typer.Option("--evaluate", help="Evaluate the checkpoint of this step instead of training.")
@@ -55,7 +56,7 @@ def worker(
 
     try:
         token = read_token(store_token) if store_token else b""
-        rank_info = RankInfo(rank=rank, world_size=world, local_rank=local_rank, endpoint=store, token=token)
+        rank_info = RankInfo(rank, world, local_rank, store, token, served)
         peaks = peak_cache_path(os.environ)
         run_worker(
             RunFolder(run),

@@ -166,6 +166,10 @@ class RankLinks:
         """Whether a rank reported that connections of this world broke."""
         return any(lost >= generation for lost in self._lost.values())
 
+    def lost_of(self, rank: int) -> int:
+        """The newest world in which a rank reported that connections broke; -1 if it never did."""
+        return self._lost.get(rank, -1)
+
     def forget_phases(self) -> None:
         """All ranks start again."""
         self._phases.clear()

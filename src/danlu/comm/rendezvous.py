@@ -29,6 +29,9 @@ class RankInfo:
     token: bytes = field(default=b"", repr=False)
     """What every rank must know to use a store at `host:port`: see `danlu.comm.store_token`."""
 
+    is_served: bool = False
+    """Whether somebody else serves the store at `host:port`, so that rank 0 does not open it."""
+
     @property
     def is_single_host(self) -> bool:
         """Whether all ranks are on this host."""
@@ -45,7 +48,7 @@ def rendezvous(rank_info: RankInfo, generation: int = 0) -> Store:
         return file
     if not rank_info.token:
         raise ValueError(f"a store at {rank_info.endpoint} needs a token: anybody who reaches the port could use it")
-    if rank_info.rank:
+    if rank_info.rank or rank_info.is_served:
         return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT)
     host, _, port = rank_info.endpoint.rpartition(":")
     server = StoreServer(_listen(host.strip("[]"), int(port)), rank_info.token, generation)

@@ -33,8 +33,20 @@ class StoreError(RuntimeError):
 class StoreClient:
     """One connection, which several threads may use."""
 
-    def __init__(self, endpoint: str, token: bytes, generation: int, seconds: float) -> None:
-        """Connect to `host:port`, and try again until the server is there or the time is over."""
+    def __init__(
+        self,
+        endpoint: str,
+        token: bytes,
+        generation: int,
+        seconds: float,
+        *,
+        answer_seconds: float = _ANSWER_SECONDS,
+    ) -> None:
+        """Connect to `host:port`, and try again until the server is there or `seconds` are over.
+
+        A server that is silent for `answer_seconds` counts as dead.
+        """
+        self._answer_seconds = answer_seconds
         self.endpoint, self.generation = endpoint, generation
         self._token, self._lock = token, threading.Lock()
         self._connection = self._connect(seconds)
@@ -92,7 +104,7 @@ class StoreClient:
         deadline, pause = time.monotonic() + seconds, _FIRST_RETRY
         while True:
             try:
-                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS)
+                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._answer_seconds)
                 with suppress(OSError):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return self._greet(connection)

@@ -19,7 +19,10 @@ from danlu.scheduler.rank_failure import UNKNOWN_EXIT
 class RankProcess(Protocol):
     """The process of a rank, as `subprocess.Popen` has it."""
 
-    returncode: int | None
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code as it was last seen."""
+        ...
 
     @property
     def pid(self) -> int:

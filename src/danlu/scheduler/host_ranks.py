@@ -43,9 +43,7 @@ class HostRanks:
 
     def start(self, rank: int, local_rank: int, endpoint: str, order: RegroupOrder | None = None) -> None:
         """Start a rank, in place of any that it had here; it meets the others at `endpoint`, or where `order` says."""
-        if not self._fork_servers or not self._fork_server.is_alive:
-            with self.log_path(rank).open("ab") as log:
-                self._fork_servers.append(ForkServer(self._threads, log, self._interface))
+        self.warm_up(self.log_path(rank))
         arguments = [str(self.run.path), "--store", endpoint, "--locked", *self.worker_options]
         arguments += ["--rank", str(rank), "--world", str(self.world_size), "--local-rank", str(local_rank)]
         arguments += ["--order", order.to_json()] if order else []
@@ -54,6 +52,12 @@ class HostRanks:
             self.processes[rank] = self._fork_server.fork(
                 arguments, log.fileno(), link.fileno(), *self._inherited, is_done=done
             )
+
+    def warm_up(self, output: Path) -> None:
+        """Have a process that has imported torch, so that ranks start sooner; what it prints is appended to a file."""
+        if not self._fork_servers or not self._fork_server.is_alive:
+            with output.open("ab") as log:
+                self._fork_servers.append(ForkServer(self._threads, log, self._interface))
 
     @property
     def _fork_server(self) -> ForkServer:

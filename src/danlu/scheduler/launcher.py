@@ -89,15 +89,16 @@ def follow(launcher: Launcher, on_progress: Callable[[LaunchProgress], None]) ->
 def record_hang(run: RunFolder, found: Diagnosis, quiet: float) -> None:
     """Append that a run does not go on, and who keeps it from that; a full disk is no reason to end it."""
     message = f"no progress for {quiet:.1f} s: {describe_diagnosis(found)}; `danlu why {run.name}` shows more"
-    _record_warning(run, found.culprits[0].rank if found.culprits else 0, message)
+    record_warning(run, found.culprits[0].rank if found.culprits else 0, message)
 
 
 def record_slow_rank(run: RunFolder, slow: SlowRank) -> None:
     """Append that the others wait for a rank, and what that costs."""
-    _record_warning(run, slow.rank, describe_slow_rank(slow))
+    record_warning(run, slow.rank, describe_slow_rank(slow))
 
 
-def _record_warning(run: RunFolder, rank: int, message: str) -> None:
+def record_warning(run: RunFolder, rank: int, message: str) -> None:
+    """Append a warning about a rank; a full disk is no reason to end a run."""
     with suppress(OSError), run.events.open("a") as events:
         events.write(WarningEvent(time=time.time(), rank=rank, message=message).model_dump_json() + "\n")
 

@@ -26,6 +26,10 @@ class RankMap(SpecModel):
     tasks_per_node: PositiveInt
     store: str
     """HOST:PORT of rank 0's store, on the batch host."""
+    spares: TupleOf[str] = ()
+    """Nodes that wait to take the place of one that is lost."""
+    control: str = ""
+    """HOST:PORT of the coordinator's store, if nodes have agents."""
     remark: str
     """What the order of the nodes follows."""
 
@@ -95,10 +99,12 @@ def read_job_id(folder: Path) -> int | None:
         raise ValueError(f"{folder / JOB_FILE} is not a file that `danlu launch` wrote: {error}") from None
 
 
-def find_free_port(job: int) -> int:
-    """A free port of this host; two jobs that share the host start their search at different ports."""
+def find_free_port(job: int, besides: int = 0) -> int:
+    """A free port of this host, not `besides`; two jobs that share the host start their search at different ports."""
     start = job % len(_PORT_RANGE)
     for port in (*_PORT_RANGE[start:], *_PORT_RANGE[:start]):
+        if port == besides:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

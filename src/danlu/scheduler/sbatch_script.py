@@ -39,6 +39,8 @@ class SlurmJob(SpecModel):
     """The Python that ran `danlu launch`."""
     nodes: PositiveInt
     tasks_per_node: PositiveInt
+    spares: int | None = None
+    """Nodes beside these that wait to take the place of one that is lost; None if a lost node ends the job."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -75,6 +77,8 @@ def render_sbatch(job: SlurmJob) -> str:
     # One file per node for output from before a task has become a rank. Slurm writes it on the node itself;
     # without a pattern every node would hold a connection to srun.
     output = shlex.quote(_log_path(job, "node-%N.log"))
+    if job.spares is not None:
+        return _render_with_agents(job, python, run, output)
     # From 22.05 on srun no longer inherits the job's --cpus-per-task: it is repeated when it was given.
     srun = [
         "srun --mpi=none --kill-on-bad-exit=1",
@@ -83,6 +87,30 @@ def render_sbatch(job: SlurmJob) -> str:
         "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}",
         f"{python} -m danlu slurm-task {run} || code=$?",
     ]
+    return _script(job, f"{python} -m danlu slurm-ranks {run} --lock 9", " \\\n    ".join(srun))
+
+
+def _render_with_agents(job: SlurmJob, python: str, run: str, output: str) -> str:
+    """The same with an agent on every node and a coordinator here: a node that is lost does not end the job."""
+    nodes = job.nodes + (job.spares or 0)
+    srun = [
+        "srun --mpi=none --no-kill --kill-on-bad-exit=0 --cpu-bind=none",
+        f"--output={output} --open-mode=append",
+        f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1",
+        f"{python} -m danlu slurm-agent {run} 9>&- &",
+    ]
+    return _script(
+        job,
+        f"{python} -m danlu slurm-ranks {run} --lock 9 --spares {job.spares}",
+        " \\\n    ".join(srun),
+        f"{python} -m danlu slurm-coordinate {run} || code=$?",
+        "# Agents have been told to leave; a node that is lost would be waited for.",
+        "kill %1 2>/dev/null || :",
+        "wait || :",
+    )
+
+
+def _script(job: SlurmJob, assign: str, *body: str) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _sbatch_directives(job)),
@@ -92,10 +120,10 @@ def render_sbatch(job: SlurmJob) -> str:
         "trap : TERM",
         f"exec 9<>{shlex.quote(str(Path(job.run_folder) / '.lock'))}",
         "# Once, on the batch host: the ranks of each node, and the rendezvous endpoint.",
-        f"{python} -m danlu slurm-ranks {run} --lock 9",
+        assign,
         "code=0",
-        " \\\n    ".join(srun),
-        f'{python} -m danlu slurm-ended {run} "$code"',
+        *body,
+        f'{shlex.quote(job.python)} -m danlu slurm-ended {shlex.quote(job.run_folder)} "$code"',
     ]
     return "\n".join(lines) + "\n"
 
@@ -103,11 +131,12 @@ def render_sbatch(job: SlurmJob) -> str:
 def _sbatch_directives(job: SlurmJob) -> list[str]:
     options = [
         f"--job-name={sanitize_job_name(job.name)}",
-        f"--nodes={job.nodes}",
+        f"--nodes={job.nodes + (job.spares or 0)}",
         f"--ntasks-per-node={job.tasks_per_node}",
         f"--output={shlex.quote(_log_path(job, 'job.log'))}",
         "--open-mode=append",
         "--requeue",
+        *(["--no-kill"] if job.spares is not None else []),
     ]
     for name in ("time", "partition", "account"):
         if value := getattr(job, name):

@@ -27,8 +27,11 @@ class SlurmTask(SpecModel):
     node: str
 
 
-def assign_ranks(environment: Mapping[str, str]) -> RankMap:
-    """Query the controller twice, whatever the job's size: for the topology and for the batch host's address."""
+def assign_ranks(environment: Mapping[str, str], spares: int | None = None) -> RankMap:
+    """Query the controller twice, whatever the job's size: for the topology and for the batch host's address.
+
+    With `spares`, the last so many nodes wait, and all nodes have agents.
+    """
     job = env_int(environment, "SLURM_JOB_ID")
     host = env_text(environment, "SLURMD_NODENAME")
     nodes = expand_hostlist(env_text(environment, "SLURM_JOB_NODELIST"))
@@ -37,12 +40,16 @@ def assign_ranks(environment: Mapping[str, str]) -> RankMap:
     except ValueError as error:  # another topology plugin: the job matters more than the order of its ranks
         switches, problem = (), f" (its topology was not understood: {error})"
     order = order_nodes(nodes, switches, first=host)
+    used = len(order.nodes) - (spares or 0)
+    address, port = get_node_address(host), find_free_port(job)
     return RankMap(
         job=job,
         restart=env_int(environment, "SLURM_RESTART_COUNT", default=0),
-        nodes=order.nodes,
+        nodes=order.nodes[:used],
         tasks_per_node=env_int(environment, "SLURM_NTASKS_PER_NODE"),
-        store=f"{get_node_address(host)}:{find_free_port(job)}",
+        store=f"{address}:{port}",
+        spares=order.nodes[used:],
+        control="" if spares is None else f"{address}:{find_free_port(job, besides=port)}",
         remark=order.remark + problem,
     )
 

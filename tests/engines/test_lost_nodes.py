@@ -1,0 +1,99 @@
+"""Four nodes under real Slurm: one is switched off, one is cut off, and the run goes on."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_lab import missing_programs
+from slurm_nodes import CONTROLLER, SlurmNodes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from namespaces import supernodes, why_not
+
+from danlu.scheduler import read_ranks
+from danlu.spec import EndEvent, RecoveryEvent, RunFolder, StepEvent
+
+pytestmark = pytest.mark.timeout(400)
+RECIPE = """
+name = "lost-nodes"
+steps = 4000
+[model]
+base = "tiny-llama"
+vocabulary = 264
+[data]
+shards = "shards"
+source = ["text.txt"]
+[batch]
+sequences = 8
+length = 32
+[checkpoint]
+every = 25
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[SlurmNodes]:
+    reason = why_not() or ", ".join(missing_programs())
+    if reason:
+        pytest.skip(reason)
+    with supernodes("2gbit", "1gbit", hosts_each=3) as hosts, tempfile.TemporaryDirectory(prefix="dn-") as folder:
+        lab = SlurmNodes(Path(folder), hosts)
+        try:
+            lab.start()
+            yield lab
+        finally:
+            lab.stop()
+
+
+def danlu(lab: SlurmNodes, folder: Path, *arguments: str) -> str:
+    source = Path(__file__).parents[2] / "src"
+    environment = {**lab.environment, "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
+    command = lab.on(CONTROLLER, sys.executable, "-m", "danlu", *arguments)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def wait_for_step(run: RunFolder, step: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while step > max((event.step for event in events(run) if isinstance(event, StepEvent)), default=0):
+        logs = "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(run.logs.glob("*.log")))
+        assert time.monotonic() < deadline, logs
+        time.sleep(0.3)
+
+
+def events(run: RunFolder) -> list[object]:
+    return list(run.read_events()) if run.events.exists() else []
+
+
+def last_step(run: RunFolder) -> int:
+    return next(event.step for event in reversed(events(run)) if isinstance(event, StepEvent))
+
+
+def test_a_run_outlives_two_of_its_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The furnace melts copper and tin. " * 3000)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    said = danlu(nodes, tmp_path, "launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--spares", "2")
+    assert "job 1" in said
+    run = RunFolder(tmp_path / "runs" / "lost-nodes")
+    wait_for_step(run, 30)
+    ranks = read_ranks(run.path)
+    assert len(ranks.nodes) == len(ranks.spares) == 2
+    nodes.power_off(ranks.nodes[1])
+    wait_for_step(run, last_step(run) + 30)
+    (first,) = (event for event in events(run) if isinstance(event, RecoveryEvent))
+    assert first.ranks == (1,) and first.source == "checkpoint" and ranks.nodes[1] in first.cause
+    time.sleep(15)  # until Slurm itself gives the node up, and tells srun
+    wait_for_step(run, last_step(run) + 10)
+    nodes.cut_off(ranks.spares[0])
+    wait_for_step(run, last_step(run) + 30)
+    *_, second = (event for event in events(run) if isinstance(event, RecoveryEvent))
+    assert second.ranks == (1,) and ranks.spares[0] in second.cause
+    danlu(nodes, tmp_path, "stop", "lost-nodes")
+    *_, end = events(run)
+    assert isinstance(end, EndEvent) and end.outcome == "stopped"
