@@ -67,6 +67,14 @@ def wait_for_step(run: RunFolder, step: int, seconds: float = 120) -> None:
         time.sleep(0.3)
 
 
+def ranks_on(machine: int) -> list[int]:
+    """Processes of ranks among the descendants of one."""
+    children = Path(f"/proc/{machine}/task/{machine}/children").read_text().split()
+    below = [rank for child in children for rank in ranks_on(int(child))]
+    is_rank = Path(f"/proc/{machine}/comm").read_text().startswith("danlu rank")
+    return [machine, *below] if is_rank else below
+
+
 def events(run: RunFolder) -> list[object]:
     return list(run.read_events()) if run.events.exists() else []
 
@@ -94,6 +102,7 @@ def test_a_run_outlives_two_of_its_nodes(nodes: SlurmNodes, tmp_path: Path) -> N
     wait_for_step(run, last_step(run) + 30)
     *_, second = (event for event in events(run) if isinstance(event, RecoveryEvent))
     assert second.ranks == (1,) and ranks.spares[0] in second.cause
+    assert not ranks_on(nodes.nodes[ranks.spares[0]].pid), "who is cut off has killed its ranks before others took over"
     danlu(nodes, tmp_path, "stop", "lost-nodes")
     *_, end = events(run)
     assert isinstance(end, EndEvent) and end.outcome == "stopped"

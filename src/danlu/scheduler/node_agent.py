@@ -91,6 +91,8 @@ class NodeAgent:
         finally:
             signal.signal(signal.SIGTERM, previous)
             self._ranks.close()
+            for store in (self._store, self._orders_store):
+                store.close()
             remove_snapshots(self.run.path)
 
     def _listen(self) -> None:

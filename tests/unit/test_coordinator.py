@@ -1,0 +1,188 @@
+"""The coordinator of several nodes, with agents that are played by the test, and an agent whose coordinator is gone."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
+from danlu.comm.store_client import StoreClient, StoreError
+from danlu.comm.store_server import StoreServer
+from danlu.scheduler import coordinator as coordinating
+from danlu.scheduler.coordinator import Coordinator
+from danlu.scheduler.node_agent import NodeAgent
+from danlu.scheduler.node_messages import NodeOrder, NodeStatus, RankStatus, order_key, status_key, wait_for_order
+from danlu.scheduler.rank_map import RankMap
+from danlu.spec import RunFolder, WarningEvent
+
+TOKEN = bytes(32)
+LEASE = 1.0
+
+
+def free_endpoints() -> tuple[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        first, second = (f"127.0.0.1:{each.getsockname()[1]}" for each in (one, two))
+    return first, second
+
+
+class PlayedAgent:
+    """Writes the status of a node, and carries out orders at once."""
+
+    def __init__(self, name: str, control: str) -> None:
+        self.name, self.orders = name, list[NodeOrder]()
+        self.ranks: dict[int, RankStatus] = {}
+        self.changes: dict[str, object] = {}
+        self.is_on = True
+        self._store = StoreClient(control, TOKEN, 0, 10.0)
+        self._thread = threading.Thread(target=self._play, daemon=True)
+        self._thread.start()
+
+    def _play(self) -> None:
+        number = 0
+        with suppress(StoreError):
+            while self.is_on:
+                if order := wait_for_order(self._store, self.name, len(self.orders) + 1, 0.02):
+                    self._carry_out(order)
+                number += 1
+                status = NodeStatus(number=number, order=len(self.orders), ranks=tuple(self.ranks.values()), step=40)
+                self._store.set(status_key(self.name), status.model_copy(update=self.changes).model_dump_json())
+        self._store.close()
+
+    def _carry_out(self, order: NodeOrder) -> None:
+        self.orders.append(order)
+        generation = RegroupOrder.from_json(order.regroup).generation if order.regroup else 0
+        for rank in self.ranks if order.regroup else ():
+            self.ranks[rank] = self.ranks[rank].model_copy(update={"joined": generation})
+        for rank in order.kill:
+            self.end(rank, -9)
+        for rank, _ in order.start:
+            self.ranks[rank] = RankStatus(
+                rank=rank, generation=generation, pid=1, code=None, why="", phase=FIRST_STEP, joined=generation, lost=-1
+            )
+
+    def end(self, rank: int, code: int) -> None:
+        self.ranks[rank] = self.ranks[rank].model_copy(update={"code": code, "why": f"rank {rank} ended with {code}"})
+
+
+class Job:
+    """A coordinator of two nodes of two ranks, and a third node that waits."""
+
+    def __init__(self, folder: Path) -> None:
+        control, store = free_endpoints()
+        ranks = RankMap(
+            job=1, restart=0, nodes=("a", "b"), tasks_per_node=2, store=store, spares=("c",), control=control, remark=""
+        )
+        self.run = RunFolder(folder)
+        self.coordinator = Coordinator(self.run, ranks, TOKEN, "127.0.0.1", restarts=5)
+        self.agents = {name: PlayedAgent(name, control) for name in "abc"}
+        self.code: int | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.until(lambda: all(len(self.agents[name].ranks) == 2 for name in "ab"))
+        time.sleep(0.3)
+
+    def _run(self) -> None:
+        self.code = self.coordinator.run_to_end()
+
+    def until(self, condition: object, seconds: float = 15.0) -> None:
+        assert callable(condition)
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, {name: agent.orders for name, agent in self.agents.items()}
+            time.sleep(0.02)
+
+    def finish(self) -> int | None:
+        for agent in self.agents.values():
+            for rank in agent.ranks:
+                agent.end(rank, 0)
+        self._thread.join(15)
+        return self.code
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(coordinating, "NODE_LEASE_SECONDS", LEASE)
+    job = Job(tmp_path)
+    yield job
+    job.finish()
+    for agent in job.agents.values():
+        agent.is_on = False
+    job.coordinator.close()
+
+
+def test_a_run_without_faults_ends_well_and_lets_its_agents_go(job: Job) -> None:
+    assert [agent.orders[0].start for agent in (job.agents["a"], job.agents["b"])] == [
+        ((0, 0), (1, 1)),
+        ((2, 0), (3, 1)),
+    ]
+    assert job.finish() == 0
+    job.until(lambda: all(agent.orders[-1].leave for agent in job.agents.values()))
+    assert len(job.agents["c"].orders) == 1, "who waits is not bothered"
+
+
+def test_a_rank_that_died_is_replaced_on_its_node_and_all_others_join_it(job: Job) -> None:
+    job.agents["b"].end(3, -9)
+    job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
+    assert job.agents["b"].orders[1].start == ((3, 1),)
+    assert job.agents["a"].orders[1].start == ()
+    order = RegroupOrder.from_json(job.agents["a"].orders[1].regroup)
+    assert order.generation == 1 and order.ranks == (3,) and order.cause == "rank 3 ended with -9"
+    with pytest.raises(StoreError, match="generation 0 of this run is over"):
+        StoreClient(order.endpoint, TOKEN, 0, 5.0)
+    assert job.finish() == 0
+
+
+def test_a_node_that_is_silent_is_replaced_by_one_that_waits(job: Job) -> None:
+    job.agents["b"].is_on = False
+    job.until(lambda: job.agents["c"].orders)
+    assert job.agents["c"].orders[0].start == ((2, 0), (3, 1))
+    assert "node b was not heard of for 1 s" in next(
+        event.message for event in job.run.read_events() if isinstance(event, WarningEvent)
+    )
+    del job.agents["b"]
+    assert job.finish() == 0
+
+
+def test_with_no_node_left_the_run_stops_and_says_so(job: Job) -> None:
+    job.agents["b"].is_on = job.agents["c"].is_on = False
+    job.until(lambda: job.coordinator.recovery.reason)
+    assert "host b is lost, and there is neither a spare nor a layout without it" in job.coordinator.recovery.reason
+    job.until(lambda: any(order.refuse for order in job.agents["a"].orders))
+
+
+def test_a_rank_that_hangs_on_any_node_is_killed_and_replaced(job: Job) -> None:
+    culprits = ((2, "stopped", 40, "update", 1),)
+    job.agents["a"].changes = {"hangs": 1, "culprits": ((0, "network", 40, "metrics", 1),)}
+    time.sleep(0.5)
+    assert len(job.agents["a"].orders) == 1, "a node that waits for another blames nobody"
+    job.agents["b"].changes = {"hangs": 1, "culprits": culprits}
+    job.until(lambda: len(job.agents["b"].orders) >= 3)
+    assert job.agents["b"].orders[1].kill == (2,)
+    assert job.agents["b"].orders[2].start == ((2, 0),)
+
+
+def test_an_agent_without_a_coordinator_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("danlu.scheduler.node_agent.AGENT_LEASE_SECONDS", LEASE)
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), TOKEN)
+    agent = NodeAgent(RunFolder(tmp_path), "a", server.address, TOKEN, 1, 1, ())
+    watcher = StoreClient(server.address, TOKEN, 0, 5.0)
+    began = threading.Event()
+
+    def end() -> None:
+        assert watcher.wait([status_key("a")], 20)
+        watcher.set(order_key("a", 1), NodeOrder(start=((0, 0),), endpoint="127.0.0.1:1").model_dump_json())
+        time.sleep(0.5)
+        began.set()
+        server.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert agent.serve() is False
+    thread.join()
+    watcher.close()
+    assert began.is_set()
+    assert all(process.poll() is not None for process in agent._ranks.processes.values())
