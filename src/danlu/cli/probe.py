@@ -145,9 +145,10 @@ def _parse_probe_rank(
             _refuse(f'--levels: "{word}" must be a name and a count, such as node:8')
         fanouts.append((level, int(count)))
     try:
+        file = token or user_token_path(os.environ)
         if token is None:
-            make_token(user_token_path())
-        return _ProbeRank(rank, ranks, store, read_token(token or user_token_path()), tuple(fanouts))
+            make_token(file)
+        return _ProbeRank(rank, ranks, store, read_token(file), tuple(fanouts))
     except StoreTokenError as error:
         _refuse(f"--store-token: {error}")
 

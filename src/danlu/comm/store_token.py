@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,9 +13,9 @@ class StoreTokenError(RuntimeError):
     """A token cannot be written, or must not be used; the message says why."""
 
 
-def user_token_path() -> Path:
+def user_token_path(environment: Mapping[str, str]) -> Path:
     """Where a user's own token is, for processes that are started by hand on several hosts with one home."""
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    data = environment.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(data).expanduser() / "danlu" / "store-token"
 
 
