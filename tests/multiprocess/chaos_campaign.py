@@ -92,9 +92,15 @@ class ChaosRun:
         self._tail = self._tail or EventTail(self.run.events)
 
     def wait(self) -> int:
-        """The exit code, once it has ended."""
+        """The exit code, once it has ended; a run that takes no new step for long hangs."""
         assert self._process is not None
-        return self._process.wait(timeout=PATIENCE)
+        while True:
+            before = self._step()
+            try:
+                return self._process.wait(timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                if self._step() == before:
+                    raise AssertionError(f"no step after {before} for {PATIENCE:.0f} s: {self.said()}") from None
 
     def losses(self) -> dict[int, tuple[float, float]]:
         """Loss and norm of every step, as the run counts them."""
