@@ -98,7 +98,7 @@ def _run(work: Path, flags: list[str]) -> dict[str, Any]:
 def _be_rank(rank: int, port: int, work: Path, quick: bool, *, fio: bool) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    place = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     tensors = _state(32 if not quick else 8)
     held = sum(tensor.to_local().nbytes for tensor in tensors.values())

@@ -196,7 +196,7 @@ def prepare(layout: Layout, made: Recipe) -> tuple[ParallelMesh, BatchLoader]:
 
 def rank_main(rank: int, world: int, port: int, folder: Path, chosen: list[Layout]) -> None:
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     store = rendezvous(place)
     for number, layout in enumerate(chosen):
         if layout.plan.degrees.world != world:

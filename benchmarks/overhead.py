@@ -133,7 +133,7 @@ def start_ranks(folder: Path, quick: bool) -> dict[str, dict[str, float]]:
 def rank_main(rank: int, port: int, folder: Path, quick: bool) -> None:
     torch.set_num_threads(1)
     turns, blocks = (QUICK_TURNS, QUICK_BLOCKS) if quick else (TURNS, BLOCKS)
-    place = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=RANKS, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     results = {}
     for mode in ("eager", "compiled"):

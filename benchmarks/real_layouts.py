@@ -180,7 +180,7 @@ def rank_main(rank: int, world: int, store: str, found: dict[str, Layout]) -> No
 
     torch.set_num_threads(1)
     find_chip("cpu").runtime.set_device(rank)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=store)
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=store, token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     built: dict[str, Callable[[int], list[float]]] = {}
     for line in sys.stdin:

@@ -119,7 +119,7 @@ def start_rank(folder: Path, host: Host, rank: int, world: int, first: Host, qui
 def rank_main(arguments: argparse.Namespace, chosen: list[Layout]) -> None:
     torch.set_num_threads(1)
     rank, world = arguments.rank, arguments.world
-    place = RankInfo(rank=rank, world_size=world, local_rank=0, endpoint=arguments.store)
+    place = RankInfo(rank=rank, world_size=world, local_rank=0, endpoint=arguments.store, token=bytes(32))
     store = rendezvous(place)
     for number, layout in enumerate(chosen):
         if layout.plan.degrees.world != world:

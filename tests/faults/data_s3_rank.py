@@ -55,7 +55,7 @@ def main() -> None:
     folder, endpoint = Path(sys.argv[4]), sys.argv[5]
     fsspec.config.conf["s3"] = {"key": KEY, "secret": SECRET}
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     plan = Plan(degrees=Degrees(shard=2))
     local = tuple(DataSource(shards=str(folder / name), weight=weight) for name, weight in WEIGHTS.items())

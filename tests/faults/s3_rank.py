@@ -44,7 +44,7 @@ def main() -> None:
     rank, world, port = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     work, endpoint = Path(sys.argv[4]), sys.argv[5]
     fsspec.config.conf["s3"] = {"key": KEY, "secret": SECRET}
-    place = RankInfo(rank, world, rank, f"127.0.0.1:{port}")
+    place = RankInfo(rank, world, rank, f"127.0.0.1:{port}", bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     mesh = init_device_mesh("cpu", (world,))
     options = {"endpoint": endpoint, "connect_timeout": "2", "read_timeout": "4", "part_bytes": str(5 << 20)}

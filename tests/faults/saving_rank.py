@@ -77,7 +77,7 @@ def save_all(disk: Path, staging: Path, parity: int, seed: str) -> dict[int, str
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place), timeout=timedelta(seconds=120))
     for name, parity in json.loads((folder / "scenarios.json").read_text()):
         attempts = save_all(folder / name / "disk", folder / name / "staging", parity, name)

@@ -34,7 +34,7 @@ def prepare(layout: Layout, made: Recipe, shards: Path) -> tuple[ParallelMesh, B
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     store = rendezvous(place)
     chosen = sys.argv[5].split("|") if sys.argv[5] else [layout.name for layout in layouts(world)]
     for number, layout in enumerate(layout for layout in layouts(world) if layout.name in chosen):

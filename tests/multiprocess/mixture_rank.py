@@ -53,7 +53,7 @@ def joined(before: Told, steps: int, after: Told) -> Told:
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     together = World.join(place, "gloo", rendezvous(place))
     plan, other = Plan(degrees=Degrees(shard=2)), Plan(degrees=Degrees(tp=2))
     told = {"whole": Case(folder, "whole", rank).live(plan)}

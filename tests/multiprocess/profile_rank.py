@@ -64,7 +64,7 @@ def dry_products(trace: Trace) -> list[object]:
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     store = rendezvous(place)
     attributed: list[StepAttribution] = []
     original = rank_profiler.attribute_step

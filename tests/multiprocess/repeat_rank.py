@@ -43,7 +43,7 @@ def resume(checkpoints: CheckpointEngine, step: int, state: TrainState) -> None:
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     results: dict[str, dict[str, list[str]]] = {}
     for model in json.loads(sys.argv[5]):

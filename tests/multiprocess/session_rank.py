@@ -27,7 +27,7 @@ class StopAt:
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
-    info = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+    info = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     store = rendezvous(info)
     generation = 0
     for name, lives in (("one", (STEPS,)), ("three", (*STOPS, STEPS))):

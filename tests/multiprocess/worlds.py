@@ -17,7 +17,7 @@ class Worlds:
         self.rank = rank
         self.processes = processes
         self.store = rendezvous(
-            RankInfo(rank=rank, world_size=processes, local_rank=rank, endpoint=f"127.0.0.1:{port}")
+            RankInfo(rank=rank, world_size=processes, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
         )
         self.worlds = 0
 

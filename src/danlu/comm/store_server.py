@@ -1,6 +1,7 @@
 """Serves the keys of a rendezvous store to ranks that know the job's token, in a thread of this process. No torch."""
 
 import asyncio
+import atexit
 import socket
 import threading
 from contextlib import suppress
@@ -25,6 +26,7 @@ HANDSHAKE_SECONDS = 5.0
 """A connection that has not proven to know the token by then is closed."""
 MAX_UNPROVEN = 4096
 """Connections that may be about to prove it at once; others are closed, and ranks try again."""
+_LINGER_SECONDS = 0.1
 MAX_WAIT_SECONDS = 10.0
 """Longest wait for a key in one request; who waits longer asks again."""
 
@@ -66,6 +68,7 @@ class StoreServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="danlu-store", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # who waits for a key that was just set would not be told
 
     @property
     def address(self) -> str:
@@ -88,9 +91,10 @@ class StoreServer:
         done.wait()
 
     def close(self) -> None:
-        """Stop serving and close every connection."""
+        """Stop serving and close every connection, after what was asked so far is answered."""
+        atexit.unregister(self.close)
         with suppress(RuntimeError):  # closed before
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.call_later, _LINGER_SECONDS, self._loop.stop)
         self._thread.join()
 
     def _run(self) -> None:
