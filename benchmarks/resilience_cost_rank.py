@@ -1,0 +1,79 @@
+"""One rank of `resilience_cost.py`: RANK WORLD PORT FOLDER BLOCKS. Trains in blocks, with the machinery and without."""
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from danlu.comm.flight_record import FlightWriter, flight_path, make_flight_folder
+from danlu.comm.flight_recorder import FlightRecorder
+from danlu.comm.mesh import build_mesh
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
+from danlu.framework.batch_loader import BatchLoader
+from danlu.framework.build import build_train_state
+from danlu.framework.loop import TrainStages, run_training_loop
+from danlu.framework.stages import FixedData, NoProgress, NoSnapshots
+from danlu.framework.state_snapshots import StateSnapshots
+from danlu.spec import load_recipe
+from danlu.spec.plan import Degrees, Plan
+from danlu.storage.checkpoint.local_shards import local_tensor
+from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
+
+STEPS_PER_BLOCK = 4
+WARM_UP_BLOCKS = 1
+
+
+def main() -> None:
+    rank, world_size, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    blocks = int(sys.argv[5])
+    torch.set_num_threads(1)
+    place = RankInfo(rank, world_size, rank, f"127.0.0.1:{port}", bytes(32))
+    world = World.join(place, "gloo", rendezvous(place))
+    recipe, plan = load_recipe(folder / "recipe.toml"), Plan(degrees=Degrees(shard=world_size))
+    mesh = build_mesh(plan, world, None, experts=False)
+    state, forward_backward = build_train_state(recipe, plan, mesh)
+    dataset = ShuffledDataset(TokenShards.open(folder / "shards"), recipe.batch.length, recipe.seed)
+    data = FixedData(BatchLoader(dataset, recipe.batch, recipe.model.vocabulary, mesh))
+    make_flight_folder(folder)
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    snapshots = StateSnapshots.open(make_flight_folder(folder), state, world, 1, _fail)
+    assert snapshots is not None
+    for block in range(-WARM_UP_BLOCKS, 2 * blocks):
+        kind = "with" if block // 2 % 2 == block % 2 else "without"  # a, b, b, a: drift falls on both alike
+        with ExitStack() as stack:
+            recorder: FlightRecorder | NoProgress = NoProgress()
+            if kind == "with":
+                recorder = FlightRecorder(FlightWriter(flight_path(folder, rank), rank))
+                stack.callback(recorder.close)
+            until = state.step + STEPS_PER_BLOCK
+            stages = TrainStages(
+                data,
+                forward_backward,
+                stop_requested=lambda until=until: state.step + 1 >= until,  # type: ignore[misc]
+                progress=recorder,
+                snapshots=snapshots if kind == "with" else NoSnapshots(),
+            )
+            world.barrier()
+            began = time.perf_counter()
+            run_training_loop(recipe, state, mesh, stages)
+            world.barrier()
+            assert state.step == until
+        if block >= 0:
+            seconds[kind].append((time.perf_counter() - began) / STEPS_PER_BLOCK)
+    snapshots.close()
+    if rank == 0:
+        held = sum(local_tensor(tensor).nbytes for tensor in state.tensors().values())
+        (folder / "seconds.json").write_text(json.dumps(seconds | {"state_bytes": held}))
+    world.shutdown()
+
+
+def _fail(message: str) -> None:
+    raise RuntimeError(message)
+
+
+if __name__ == "__main__":
+    main()
