@@ -61,9 +61,10 @@ def main() -> None:
             began = time.perf_counter()
             run_training_loop(recipe, state, mesh, stages)
             world.barrier()
+            took = (time.perf_counter() - began) / STEPS_PER_BLOCK
             assert state.step == until
         if block >= 0:
-            seconds[kind].append((time.perf_counter() - began) / STEPS_PER_BLOCK)
+            seconds[kind].append(took)
     snapshots.close()
     if rank == 0:
         held = sum(local_tensor(tensor).nbytes for tensor in state.tensors().values())

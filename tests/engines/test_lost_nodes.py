@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from namespaces import supernodes, why_not
 
 from danlu.scheduler import read_ranks
-from danlu.spec import EndEvent, RecoveryEvent, RunFolder, StepEvent
+from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StepEvent
 
 pytestmark = pytest.mark.timeout(400)
 RECIPE = """
@@ -83,13 +83,18 @@ def last_step(run: RunFolder) -> int:
     return next(event.step for event in reversed(events(run)) if isinstance(event, StepEvent))
 
 
-def test_a_run_outlives_two_of_its_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("The furnace melts copper and tin. " * 3000)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    said = danlu(nodes, tmp_path, "launch", "recipe.toml", "--on", "slurm", "--nodes", "2", "--spares", "2")
-    assert "job 1" in said
-    run = RunFolder(tmp_path / "runs" / "lost-nodes")
+def launched(nodes: SlurmNodes, folder: Path, *options: str) -> RunFolder:
+    """A run that has a checkpoint."""
+    (folder / "text.txt").write_text("The furnace melts copper and tin. " * 3000)
+    (folder / "recipe.toml").write_text(RECIPE)
+    assert "job 1" in danlu(nodes, folder, "launch", "recipe.toml", "--on", "slurm", "--nodes", "2", *options)
+    run = RunFolder(folder / "runs" / "lost-nodes")
     wait_for_step(run, 30)
+    return run
+
+
+def test_a_run_outlives_two_of_its_nodes(nodes: SlurmNodes, tmp_path: Path) -> None:
+    run = launched(nodes, tmp_path, "--spares", "2")
     ranks = read_ranks(run.path)
     assert len(ranks.nodes) == len(ranks.spares) == 2
     nodes.power_off(ranks.nodes[1])
@@ -106,3 +111,13 @@ def test_a_run_outlives_two_of_its_nodes(nodes: SlurmNodes, tmp_path: Path) -> N
     danlu(nodes, tmp_path, "stop", "lost-nodes")
     *_, end = events(run)
     assert isinstance(end, EndEvent) and end.outcome == "stopped"
+
+
+@pytest.mark.full
+def test_with_no_node_that_waits_the_job_is_requeued_and_resumes(nodes: SlurmNodes, tmp_path: Path) -> None:
+    run = launched(nodes, tmp_path, "--spares", "0")
+    nodes.power_off(read_ranks(run.path).nodes[1])
+    wait_for_step(run, last_step(run) + 20, seconds=240)
+    assert read_ranks(run.path).restart == 1
+    assert any(isinstance(event, ResumeEvent) for event in events(run))
+    danlu(nodes, tmp_path, "stop", "lost-nodes")

@@ -67,6 +67,7 @@ class ChaosRun:
     world: int
     steps: int
     options: tuple[str, ...] = ()
+    recipe: str = RECIPE
     met: list[Met] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
     _tail: EventTail | None = None
@@ -75,7 +76,7 @@ class ChaosRun:
         """Write the recipe and its text."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-        (self.folder / "recipe.toml").write_text(RECIPE.format(steps=self.steps))
+        (self.folder / "recipe.toml").write_text(self.recipe.format(steps=self.steps))
 
     @property
     def run(self) -> RunFolder:

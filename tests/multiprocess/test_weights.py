@@ -19,6 +19,7 @@ from weights_rank import LAYOUTS, MODELS
 
 RANK = Path(__file__).parent / "weights_rank.py"
 BAR = 1e-5
+QUICK = ("tp", "tied, tp", "ep")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def trained(folder: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
+)
 def test_a_layout_starts_and_trains_as_one_process(name: str, trained: Path) -> None:
     _, plan = LAYOUTS[name]
     ranks = plan.degrees.world

@@ -18,6 +18,7 @@ from danlu.comm.store_token import StoreTokenError, read_token
 from danlu.scheduler import EXIT_STOPPED, SlurmError
 from danlu.scheduler.coordinator import Coordinator
 from danlu.scheduler.node_agent import NodeAgent
+from danlu.scheduler.slurm import requeue_job
 from danlu.scheduler.slurm_task import assign_ranks, env_int, env_text, resolve_task, wait_for_ranks_file
 from danlu.spec import EndEvent, RunFolder, load_recipe
 from danlu.storage import run_lock
@@ -86,6 +87,9 @@ def slurm_coordinate(run: RunArgument) -> None:
         coordinator.close()
     if reason := coordinator.recovery.reason:
         typer.echo(reason)
+        if coordinator.has_lost_nodes:
+            typer.echo("the job is requeued: it resumes from its checkpoint once it has enough nodes again")
+            requeue_job(ranks.job)
     raise typer.Exit(code)
 
 

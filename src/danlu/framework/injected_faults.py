@@ -1,23 +1,24 @@
 """Faults that a rank is asked to let happen to itself, in its forward and backward: see `danlu chaos`."""
 
 import ctypes
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from danlu.framework.build import ForwardBackward
 from danlu.parallel.batch import Batch
 from danlu.resilience.injection import take_request
+from danlu.storage.checkpoint.local_shards import local_tensor
 
 STRAGGLING_STEPS = 20
 STRAGGLING_SHARE = 0.5
-_EXPONENT_BIT = 1 << 28
-"""Of an fp32 number: a value below 2 grows or shrinks by 2 to the 32nd, and stays finite."""
 
 
 class FaultInjection:
@@ -52,17 +53,35 @@ class FaultInjection:
         if self._slow_steps:
             self._slow_steps -= 1
             time.sleep(STRAGGLING_SHARE * (time.perf_counter() - began))
-        if fault == "corrupt":
-            _flip_a_bit([each for each in self._parameters() if each.grad is not None])
+        if fault == "corrupt" and flip_gradient_bit(self._parameters(), random.Random()) is None:
+            sys.stderr.write("`danlu chaos` asked to corrupt a gradient, but this rank has none in fp32\n")
         return loss
 
 
-def _flip_a_bit(parameters: Sequence[nn.Parameter]) -> None:
-    """Flip a high bit of the exponent of one element of a gradient."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if local is not None and local.numel() and local.dtype == torch.float32:
-            local.view(torch.int32).view(-1)[0].bitwise_xor_(_EXPONENT_BIT)
-            return
-    sys.stderr.write("`danlu chaos` asked to corrupt a gradient, but this rank has none in fp32: nothing was done\n")
+@dataclass(frozen=True)
+class FlippedBit:
+    """What happened to one element of a gradient."""
+
+    bit: int
+    """0 is the last of the mantissa, 31 the sign."""
+    before: float
+    after: float
+
+
+def flip_gradient_bit(parameters: Sequence[nn.Parameter], dice: random.Random) -> FlippedBit | None:
+    """Flip one bit of one element of a gradient of this rank, so that it stays finite; None if none is in fp32."""
+    of_rank = [local_tensor(each.grad) for each in parameters if each.grad is not None]
+    found = [each for each in of_rank if each.numel() and each.dtype == torch.float32]
+    if not found:
+        return None
+    gradient = dice.choices(found, [each.numel() for each in found])[0].view(-1)
+    at = dice.randrange(len(gradient))
+    while True:
+        bit = dice.randrange(32)
+        before, bits = float(gradient[at]), gradient[at : at + 1].view(torch.int32)
+        flip = torch.tensor([1 << bit if bit < 31 else -(1 << 31)], dtype=torch.int32, device=bits.device)
+        bits.bitwise_xor_(flip)
+        after = float(gradient[at])
+        if isfinite(after):
+            return FlippedBit(bit, before, after)
+        bits.bitwise_xor_(flip)

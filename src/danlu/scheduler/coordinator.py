@@ -127,6 +127,11 @@ class Coordinator:
         node = self._nodes[self._place[rank]]
         return node.status is not None and node.status.order >= node.orders
 
+    @property
+    def has_lost_nodes(self) -> bool:
+        """Whether any node of the job is gone."""
+        return any(node.is_lost for node in self._nodes.values())
+
     def statuses(self) -> list[tuple[str, NodeStatus]]:
         """Of all nodes that have ranks and answer."""
         nodes = (self._nodes[name] for name in sorted(set(self._place.values())))

@@ -93,6 +93,11 @@ def cancel_job(job: int, run: CommandRunner = run_command) -> None:
     _run_checked(["scancel", str(job)], run)
 
 
+def requeue_job(job: int, run: CommandRunner = run_command) -> None:
+    """Have a job started again, on other nodes if need be; also from within it."""
+    _run_checked(["scontrol", "requeue", str(job)], run)
+
+
 def request_stop(job: int, run: CommandRunner = run_command) -> None:
     """Send SIGTERM to a job's tasks, not to its script: ranks stop after their step and save."""
     _run_checked(["scancel", "--signal=TERM", str(job)], run)
