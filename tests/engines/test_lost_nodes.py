@@ -1,6 +1,7 @@
 """Four nodes under real Slurm: one is switched off, one is cut off, and the run goes on."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,4 +121,15 @@ def test_with_no_node_that_waits_the_job_is_requeued_and_resumes(nodes: SlurmNod
     wait_for_step(run, last_step(run) + 20, seconds=240)
     assert read_ranks(run.path).restart == 1
     assert any(isinstance(event, ResumeEvent) for event in events(run))
+    danlu(nodes, tmp_path, "stop", "lost-nodes")
+
+
+@pytest.mark.full
+def test_a_job_whose_coordinator_was_killed_is_requeued_and_resumes(nodes: SlurmNodes, tmp_path: Path) -> None:
+    run = launched(nodes, tmp_path, "--spares", "1")
+    found = subprocess.run(["pgrep", "-f", f"slurm-coordinate {run.path}"], capture_output=True, text=True, check=True)
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    wait_for_step(run, last_step(run) + 20, seconds=240)
+    assert read_ranks(run.path).restart == 1
     danlu(nodes, tmp_path, "stop", "lost-nodes")

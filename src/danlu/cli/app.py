@@ -28,6 +28,7 @@ from danlu.cli.schema import schema
 from danlu.cli.show import show
 from danlu.cli.slurm_commands import slurm_agent, slurm_coordinate, slurm_ended, slurm_ranks, slurm_task
 from danlu.cli.stop import stop
+from danlu.cli.top import top
 from danlu.cli.train import train
 from danlu.cli.why import why
 from danlu.report.terminal import escape_streams
@@ -93,6 +94,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
 app.add_typer(import_hf.app, name="import")
 app.add_typer(export_hf.app, name="export")
+app.command()(top)
 app.command()(catalog)
 app.command()(chips)
 app.command()(schema)

@@ -107,6 +107,8 @@ def _render_with_agents(job: SlurmJob, python: str, run: str, output: str) -> st
         "# Agents have been told to leave; a node that is lost would be waited for.",
         "kill %1 2>/dev/null || :",
         "wait || :",
+        "# The coordinator was killed, and the agents have ended their ranks: start again, from the newest checkpoint.",
+        'if [ "$code" -ge 128 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
     )
 
 
