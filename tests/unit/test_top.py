@@ -69,7 +69,7 @@ def test_the_screen_has_the_run_its_ranks_and_what_happened(run: RunFolder) -> N
 
     said, rows, lines, by_waiting = asyncio.run(look())
     assert "alive  step 9 of 50  2 ranks on cpu" in said
-    assert "goodput 50.0%" in said and "1 faults survived" in said
+    assert "goodput 50.0%" in said and "1 fault survived" in said
     assert [row[:5] for row in rows] == [
         ["0", "shard 0", "runs", "9", "metrics"],
         ["1", "shard 1", "runs", "9", "reading data"],

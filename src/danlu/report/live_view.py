@@ -121,7 +121,8 @@ def headline(name: str, history: RunHistory) -> Text:
         second.append(f"{formatting.count(pace)} tokens/s")
     if history.goodput is not None:
         second.append(f"goodput {history.goodput:.1%}")
-    second.append(f"{len(history.recoveries):,} faults survived")
+    faults = len(history.recoveries)
+    second.append(f"{faults:,} fault{'s' * (faults != 1)} survived")
     return Text.assemble(*first, "\n", "  ".join(second))
 
 
