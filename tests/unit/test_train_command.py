@@ -17,7 +17,7 @@ from danlu.runs import prepare
 from danlu.runs.dataset import ensure_dataset
 from danlu.runs.prepare import choose_new_run_folder, choose_world_size, prepare_resume, prepare_run
 from danlu.scheduler import LocalLauncher, follow, local_launcher
-from danlu.scheduler.fork_server import RankProcess
+from danlu.scheduler.host_ranks import HostRanks
 from danlu.spec import RankFailureEvent, RunFolder, SpecError, load_plan, load_recipe
 from danlu.spec.load import read_recipe
 from danlu.storage.data.build import build_dataset
@@ -187,21 +187,21 @@ def test_processes_are_those_of_the_plan_and_a_contradiction_is_told(tmp_path: P
 # --- ranks as processes
 
 
-class Sleepers(LocalLauncher):
+class Sleepers(HostRanks):
     """Ranks that run a line of Python each instead of a worker."""
 
     lines: tuple[str, ...] = ()
 
-    def _start(self, rank: int, order: RegroupOrder | None = None) -> RankProcess:
+    def start(self, rank: int, local_rank: int, endpoint: str, order: RegroupOrder | None = None) -> None:
         with self.log_path(rank).open("ab") as log:
             command = [sys.executable, "-c", self.lines[rank]]
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.processes[rank] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
-def ranks(tmp_path: Path, *lines: str) -> Sleepers:
-    run = make_run(tmp_path / "run")
-    kind = type("Ranks", (Sleepers,), {"lines": lines})
-    made: Sleepers = kind(run, len(lines))
+def ranks(tmp_path: Path, *lines: str) -> LocalLauncher:
+    made = LocalLauncher(make_run(tmp_path / "run"), len(lines))
+    made._ranks = Sleepers(made.run, len(lines), ranks_per_host=len(lines))
+    made._ranks.lines = lines
     return made
 
 
@@ -331,9 +331,9 @@ def test_ranks_share_the_processors_unless_the_user_says_otherwise(recipe: Path)
     with LocalLauncher(prepared(recipe, world=2), 2) as made:
         words = Path(f"/proc/{made.fork_server_pid}/cmdline").read_bytes().split(b"\0")
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert int(words[-2]) == share
+    assert (int(words[-3]), words[-2]) == (share, b"lo")
     code = (
-        "import os, danlu.cli.fork_server as server; server._set_single_host_defaults(3); "
+        "import os, danlu.cli.fork_server as server; server._set_library_defaults(3, 'lo'); "
         "print(os.environ['OMP_NUM_THREADS'], os.environ['OMP_WAIT_POLICY'], os.environ['GLOO_SOCKET_IFNAME'])"
     )
     for given, expected in (({}, "3 PASSIVE lo\n"), ({"OMP_NUM_THREADS": "7"}, "7 PASSIVE lo\n")):

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -126,6 +127,10 @@ class LocalLauncher:
     def processes(self) -> list[RankProcess]:
         """Of every rank."""
         return [self._ranks.processes[rank] for rank in range(self.world_size)]
+
+    def log_path(self, rank: int) -> Path:
+        """The log file of a rank."""
+        return self._ranks.log_path(rank)
 
     @property
     def links(self) -> RankLinks:
