@@ -108,6 +108,12 @@ def test_it_never_holds_more_than_it_may(server: StoreServer, monkeypatch: pytes
     store.set("key", bytes(95))
     with pytest.raises(StoreError, match="the store is full: 1 keys, 98 bytes"):
         store.set("other", "more")
+    monkeypatch.undo()
+    for _ in range(2):
+        store.append("grows", bytes(1 << 19)[16:])
+    with pytest.raises(StoreError, match="a value must have at most 1,048,560 bytes, but has 1,048,561"):
+        store.append("grows", bytes(17))
+    assert len(store.get("grows")) == (1 << 20) - 32
     with pytest.raises(StoreError, match="at most 1,048,576 bytes"):
         store.set("key", bytes(2 << 20))
 

@@ -77,6 +77,8 @@ def slurm_coordinate(run: RunArgument) -> None:
     try:
         ranks = wait_for_ranks_file(run, os.environ)
         token, restarts = read_token(run / ranks.token_file), load_recipe(folder.recipe).resilience.restarts
+        if not restarts:
+            raise ValueError("--spares needs `resilience.restarts` above 0 in the recipe: with 0 nothing is replaced")
         coordinator = Coordinator(folder, ranks, token, ranks.control.rpartition(":")[0], restarts)
     except (StoreTokenError, StoreError, ValueError, OSError) as error:
         _fail(error)

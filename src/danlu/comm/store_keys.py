@@ -2,7 +2,11 @@
 
 import asyncio
 
+from danlu.comm.store_channel import MAX_FRAME_BYTES
+
 MAX_KEYS = 10_000_000
+MAX_VALUE_BYTES = MAX_FRAME_BYTES - 16
+"""So that it fits into one answer."""
 MAX_TOTAL_BYTES = 1 << 30
 
 
@@ -16,6 +20,8 @@ class StoreKeys(dict[bytes, bytes]):
 
     def put(self, key: bytes, value: bytes) -> None:
         """Set a key and wake who waits for it; `ValueError` if the store is full."""
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"a value must have at most {MAX_VALUE_BYTES:,} bytes, but has {len(value):,}")
         before = self.get(key)
         grown = self._size + len(value) + (len(key) if before is None else -len(before))
         if grown > MAX_TOTAL_BYTES or (before is None and len(self) >= MAX_KEYS):
