@@ -61,6 +61,8 @@ from danlu.spec.samples import Sample, SampleSet
 from danlu.storage.access import set_umask
 from danlu.storage.checkpoint.async_saver import SavePolicy
 from danlu.storage.checkpoint.engine import CheckpointEngine, local_copy_path, open_checkpoint_engine
+from danlu.storage.checkpoint.peer_hosts import PeerHosts
+from danlu.storage.checkpoint.peer_snapshots import PeerSnapshots
 from danlu.storage.checkpoint.run_store import run_store_location
 from danlu.storage.data.mixture_dataset import MixtureDataset
 from danlu.storage.data.shuffle import IntArray
@@ -231,10 +233,19 @@ class Session:
 
     def _open_snapshots(self, state: TrainState, events: RankEvents) -> StateSnapshots | None:
         """Memory for the newest states of this rank; None if the run asks for none, or a host has no room for them."""
-        every = self.recipe.resilience.snapshots
-        if not self.recoverable or not every:
+        config = self.recipe.resilience
+        if not self.recoverable or not config.snapshots:
             return None
-        return StateSnapshots.open(make_flight_folder(self.run.path), state, self.world, every, events.warn)
+        folder = make_flight_folder(self.run.path)
+        hosts, info = None, self.rank_info
+        if not info.is_single_host:
+            assert self.world.store is not None
+            store = PrefixStore("snapshots", self.world.store)
+            hosts = PeerHosts.find(self.world, store, folder, info.local_rank, info.endpoint)
+        if hosts is None and config.peers and self.world.rank == 0:
+            events.warn("`resilience.peers` asks for copies in another host's memory, but there is only one host")
+        peers = PeerSnapshots(hosts, self.world.rank) if hosts else None
+        return StateSnapshots.open(folder, state, self.world, config, peers, events.warn)
 
     def _restore(
         self, state: TrainState, manager: CheckpointManager, snapshots: StateSnapshots | None
@@ -242,7 +253,7 @@ class Session:
         """Restore the newest state there is; where it was."""
         if self.order is not None and snapshots is not None:
             self.link.report_phase("restoring the state from memory")
-            if snapshots.restore(state, self.world):
+            if snapshots.restore(state):
                 return "memory"
         self.link.report_phase("looking for a checkpoint to resume from")
         if manager.resume(state):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from danlu.comm.world import World
 from danlu.storage.checkpoint import memory_snapshots
@@ -71,7 +73,7 @@ def test_one_wrong_bit_makes_a_snapshot_unusable(tmp_path: Path, place: int) -> 
     for step in (1, 2):
         taken.take(state(float(step)), {"step": step})
     taken.close()
-    newest = tmp_path / "000000-0"
+    newest = tmp_path / "000000-1"
     raw = bytearray(newest.read_bytes())
     at = place if place > 0 else raw.index(b'{"step": 2}') + 9
     raw[at] ^= 1
@@ -84,6 +86,22 @@ def test_a_state_of_other_tensors_is_not_restored(tmp_path: Path) -> None:
     taken.take({"other": torch.ones(5, 3)}, {"step": 1})
     taken.close()
     assert restored(tmp_path) is None
+
+
+@pytest.mark.parametrize(("placement", "differ"), [(Shard(0), True), (Replicate(), False)], ids=["sharded", "replicas"])
+def test_another_part_of_the_same_tensor_is_another_state(tmp_path: Path, placement: Placement, differ: bool) -> None:
+    signatures = []
+    for rank in range(2):
+        world = World.fake(rank, 2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            tensor = DTensor.from_local(torch.zeros(4), mesh, [placement], run_check=False)
+            taken = RankSnapshots(tmp_path, rank, {"weight": tensor})
+            signatures.append(taken.signature)
+            taken.close()
+        finally:
+            world.shutdown()
+    assert (signatures[0] != signatures[1]) == differ
 
 
 def test_numbers_go_on_from_the_restored_one(tmp_path: Path) -> None:

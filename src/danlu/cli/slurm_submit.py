@@ -9,7 +9,7 @@ from danlu.report import ProgressDisplay, summary, write_run_page
 from danlu.report.terminal import Console
 from danlu.runs.train import follow_ranks
 from danlu.scheduler import SlurmError, SlurmJob, SlurmLauncher
-from danlu.spec import RunFolder, load_cluster, load_plan
+from danlu.spec import RunFolder, load_cluster, load_plan, load_recipe
 from danlu.storage.run_lock import RunLock
 
 
@@ -30,6 +30,12 @@ def submit_run(job: SlurmJob, run: RunFolder, wait: bool, lock: RunLock, *, fres
         raise SlurmError(f"{error}\nNothing was started; {run.path} was removed again.") from None
     number = launcher.job_id
     console.print(f"job {number}: {job.nodes} nodes × {job.tasks_per_node} ranks, run {run.path}", markup=False)
+    if job.spares is not None and not load_recipe(run.recipe).resilience.peers:
+        console.print(
+            "a lost node costs the steps since the last checkpoint unless the state has replicas on others: "
+            "`resilience.peers` in the recipe keeps copies in their memory",
+            markup=False,
+        )
     console.print(f"watch: squeue -j {number}, danlu show {run.path}; stop: danlu stop {run.path}", markup=False)
     if not wait:
         return 0

@@ -257,6 +257,7 @@ def remove_snapshots(run: Path) -> None:
     """Free the states that the ranks of a run kept in this host's memory."""
     for path in flight_folder(run).glob("[0-9]*-[0-9]"):
         path.unlink(missing_ok=True)
+    shutil.rmtree(flight_folder(run) / "copies", ignore_errors=True)  # of other hosts' ranks
     with suppress(OSError):  # records of ranks that failed stay
         flight_folder(run).rmdir()
 

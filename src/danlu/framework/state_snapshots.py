@@ -6,52 +6,102 @@ from typing import Self
 
 from danlu.comm.world import World
 from danlu.framework.state import TrainState
-from danlu.storage.checkpoint.memory_snapshots import RankSnapshots
+from danlu.spec.resilience import ResilienceConfig
+from danlu.storage.checkpoint.memory_snapshots import SLOTS, RankSnapshots
+from danlu.storage.checkpoint.peer_snapshots import PeerSnapshots
 
 
 class StateSnapshots:
-    """The newest states of this rank in its host's memory."""
+    """The newest states of this rank in its host's memory, and now and then in that of another."""
 
-    def __init__(self, snapshots: RankSnapshots, every: int) -> None:
-        self._snapshots, self._every = snapshots, every
+    def __init__(
+        self,
+        snapshots: RankSnapshots,
+        world: World,
+        config: ResilienceConfig,
+        peers: PeerSnapshots | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._snapshots, self._world, self._config, self._peers, self._warn = snapshots, world, config, peers, warn
+        self._sent = self._arrived = 0
+        """Numbers of the newest snapshots that were sent to another host, and that have arrived from all ranks."""
+        self._is_late = False
 
     @classmethod
     def open(
-        cls, folder: Path, state: TrainState, world: World, every: int, warn: Callable[[str], None]
+        cls,
+        folder: Path,
+        state: TrainState,
+        world: World,
+        config: ResilienceConfig,
+        peers: PeerSnapshots | None,
+        warn: Callable[[str], None],
     ) -> Self | None:
-        """For a state such as this, every so many steps; None on all ranks if a host of any has no memory for them.
+        """For a state such as this; None on all ranks if a host of any has no memory for them.
 
         Called by all ranks together.
         """
         snapshots, error = None, None
+        slots = SLOTS + 2 if peers is not None and config.peers else SLOTS
         try:
-            snapshots = RankSnapshots(folder, world.rank, state.tensors())
+            snapshots = RankSnapshots(folder, world.rank, state.tensors(), slots)
         except OSError as found:
             error = found
         if world.any_rank(error is not None):
             if snapshots is not None:
                 snapshots.close()
+            if peers is not None:
+                peers.close()
             warn(
                 f"no snapshots of the state are kept in memory ({error or 'another rank has none'}): a fault costs "
                 "the steps since the last checkpoint; free memory of /dev/shm, or set `resilience.snapshots` to 0"
             )
             return None
         assert snapshots is not None
-        return cls(snapshots, every)
+        return cls(snapshots, world, config, peers, warn)
 
     def take_if_due(self, state: TrainState) -> None:
         """Keep the state as it is now, every so many steps."""
-        if state.step % self._every == 0:
-            self._snapshots.take(state.tensors(), state.scalars())
+        if state.step % self._config.snapshots:
+            return
+        self._snapshots.take(state.tensors(), state.scalars())
+        if self._peers is not None and self._config.peers and (not self._sent or state.step % self._config.peers == 0):
+            self._send(self._peers)
 
-    def restore(self, state: TrainState, world: World) -> bool:
-        """Go back to the newest state that every rank has; whether there is one. Called by all ranks together."""
-        scalars = self._snapshots.restore(state.tensors(), world)
+    def _send(self, peers: PeerSnapshots) -> None:
+        """Send the newest snapshot to another host, unless any rank still sends the one before.
+
+        All ranks send the same ones: a state is of use only if every rank has its part of it.
+        """
+        late, failed = self._world.any_rank_each([peers.is_sending, bool(peers.error)])
+        if late:
+            if not self._is_late and self._world.rank == 0:
+                self._warn(
+                    f"copying the state to another host takes longer than {self._config.peers} steps: copies are left "
+                    "out, and a lost host costs more steps; set `resilience.peers` to more"
+                )
+            self._is_late = True
+            return
+        if peers.error:
+            self._warn(f"the state was not copied to another host: {peers.error}")
+        if self._sent and not failed:
+            self._arrived = self._sent
+        self._sent = self._snapshots.taken
+        self._snapshots.kept = (self._arrived, self._sent)
+        peers.send(self._snapshots.signature, self._sent, self._snapshots.newest(), keep=self._arrived)
+
+    def restore(self, state: TrainState) -> bool:
+        """Go back to the newest state that every rank can have; whether there is one. Called by all ranks together."""
+        scalars = self._snapshots.restore(state.tensors(), self._world, self._peers)
         if scalars is None:
             return False
         state.restore_scalars(scalars)
+        self._arrived = self._snapshots.taken  # it may be in other hosts' memory: stays until a newer one is
+        self._snapshots.kept = (self._arrived,)
         return True
 
     def close(self) -> None:
         """Let go of the memory, which stays for whoever comes next."""
+        if self._peers is not None:
+            self._peers.close()
         self._snapshots.close()

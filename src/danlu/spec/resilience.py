@@ -1,6 +1,8 @@
 """What a run does about faults: how often its state is kept in memory, and when it gives up."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from danlu.spec.description import MAX_COUNT, SpecModel
 
@@ -13,3 +15,16 @@ class ResilienceConfig(SpecModel):
     snapshots: int = Field(default=1, ge=0, le=MAX_COUNT)
     """Steps between copies of the state in its host's memory: what a fault costs at most. With 0, none is taken, and a
     fault costs the steps since the last checkpoint."""
+    peers: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Steps between copies of the state in another host's memory, sent in the background: what a lost host costs at
+    most, unless a replica of its ranks is on another host, which then costs nothing. With 0, none is sent, and a lost
+    host without replicas costs the steps since the last checkpoint."""
+
+    @model_validator(mode="after")
+    def _copies_are_of_snapshots(self) -> Self:
+        if self.peers and (not self.snapshots or self.peers % self.snapshots):
+            raise ValueError(
+                f"`peers` must be a multiple of `snapshots`, but is {self.peers} with {self.snapshots}: what is copied "
+                "to another host is a snapshot"
+            )
+        return self

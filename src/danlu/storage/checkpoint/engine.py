@@ -21,7 +21,8 @@ from danlu.storage.checkpoint.commit import CheckpointSaveError, step_folder
 from danlu.storage.checkpoint.host_memory import reclaim_dead_runs, staging_folder, store_hash
 from danlu.storage.checkpoint.local_shards import LocalShard, assign_writers, local_shards, write_set_words
 from danlu.storage.checkpoint.manifest import CorruptCheckpointError
-from danlu.storage.checkpoint.peer_replicas import KVStore, PeerReplicas, host_index_and_count, local_address
+from danlu.storage.checkpoint.peer_hosts import KVStore, PeerHosts
+from danlu.storage.checkpoint.peer_replicas import PeerReplicas
 from danlu.storage.checkpoint.reader import CheckpointReader, CheckpointUnavailableError
 from danlu.storage.checkpoint.restore import fill_tensors
 from danlu.storage.checkpoint.scrub import Scrubber
@@ -227,16 +228,13 @@ class CheckpointEngine:
 
         `endpoint` is the `host:port` of the run's rendezvous: copies are sent over the same network.
         """
-        host, hosts = host_index_and_count(
-            [local for (local,) in self.world.all_gather_ints([local_rank])], self.world.rank
-        )
-        if hosts < 2:
+        hosts = PeerHosts.find(self.world, kv_store, self._staging, local_rank, endpoint)
+        if hosts is None:
             self._saver.warnings.append(
                 "`checkpoint.peers` asks for copies in another host's memory, but there is only one host"
             )
             return
-        address = local_address(endpoint)
-        self._saver.peer_replicas = PeerReplicas(kv_store, self._staging, host, hosts, address, leader=local_rank == 0)
+        self._saver.peer_replicas = PeerReplicas(hosts)
 
     def pop_warnings(self) -> list[str]:
         """Warnings since the last call, besides how saves ended."""

@@ -3,6 +3,7 @@
 Two buffers a rank, filled in turns, so that one is whole whenever a process dies. All ranks take their snapshots in the
 same order, so numbers agree; the newest that every rank has whole is the one to go back to. A snapshot has the bytes of
 this rank's shards as they are, for a world of the same layout: reading one at another layout is a checkpoint's work.
+Where its host is lost too, another may have it: a replica of the same shards, or a copy that was sent there.
 """
 
 import fcntl
@@ -10,7 +11,8 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from danlu.comm.world import World
 from danlu.storage.checkpoint.boxes import aligned_offsets
-from danlu.storage.checkpoint.local_shards import local_tensor
+from danlu.storage.checkpoint.local_shards import local_shards, local_tensor
+from danlu.storage.checkpoint.peer_snapshots import PeerSnapshots
 from danlu.storage.store.checksum import crc32c
 from danlu.torch_compat import foreach_copy_
 
@@ -31,6 +34,8 @@ _HEADER = struct.Struct("<8sqqqII16s")
 """Magic, number from 1 (0 while it is being filled), bytes of tensors and of scalars, their checksums, what tensors."""
 _TENSORS_AT = 4096
 _SCALAR_BYTES = 1 << 18
+_WINDOW = 1024
+"""Numbers below the newest of all ranks among which one is looked for that every rank can have."""
 
 
 class SnapshotError(RuntimeError):
@@ -50,27 +55,33 @@ class _Header:
 class RankSnapshots:
     """The snapshots of one rank: `take` after every step, `restore` in the next process or the next world."""
 
-    def __init__(self, folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, folder: Path, rank: int, tensors: Mapping[str, Tensor], slots: int = SLOTS) -> None:
         """For tensors such as these; what an earlier process of this rank left is kept if it fits them.
 
-        Raises `OSError` if this host has no memory for them.
+        Two more `slots` are needed if snapshots are to be `kept` while they are copied to another host. Raises
+        `OSError` if this host has no memory for them.
         """
         local = [local_tensor(tensor) for tensor in tensors.values()]
         sizes = [tensor.numel() * tensor.element_size() for tensor in local]
         self._offsets = list(aligned_offsets(sizes))
         self._bytes = self._offsets[-1] + sizes[-1] if sizes else 0
-        self._signature = _signature(tensors, local)
+        self.signature = _signature(tensors)
+        """What state this is a part of: ranks with the same one are replicas of each other."""
+        self.kept: tuple[int, ...] = ()
+        """Numbers of snapshots that no new one takes the place of."""
         size = _TENSORS_AT + self._bytes + _SCALAR_BYTES
-        self._slots = [_Slot(folder / f"{rank:06d}-{number}", size) for number in range(SLOTS)]
+        self._slots = [_Slot(folder / f"{rank:06d}-{number}", size) for number in range(slots)]
         self._views = [
             [_view(slot, at, tensor) for at, tensor in zip(self._offsets, local, strict=True)] for slot in self._slots
         ]
-        self._taken = 0
+        self.taken = 0
+        """Number of the newest snapshot of the run, as far as this rank knows."""
 
     def take(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Copy the state; when this returns, it outlives this process."""
-        number = self._taken + 1
-        slot, views = self._slots[number % SLOTS], self._views[number % SLOTS]
+        number = self.taken + 1
+        free = self._oldest_slot()
+        slot, views = self._slots[free], self._views[free]
         slot.write_header(_Header(0, 0, 0, 0, 0, b""))
         foreach_copy_(views, [local_tensor(tensor) for tensor in tensors.values()])
         text = json.dumps(dict(scalars)).encode()
@@ -79,40 +90,69 @@ class RankSnapshots:
         at = _TENSORS_AT + self._bytes
         slot.memory[at : at + len(text)] = text
         crc = crc32c(slot.view[_TENSORS_AT:at])
-        slot.write_header(_Header(number, self._bytes, len(text), crc, crc32c(text), self._signature))
-        self._taken = number
+        slot.write_header(_Header(number, self._bytes, len(text), crc, crc32c(text), self.signature))
+        self.taken = number
 
-    def restore(self, tensors: Mapping[str, Tensor], world: World) -> dict[str, Any] | None:
-        """Fill the tensors with the newest state that every rank has; its scalars, None if there is none.
+    def newest(self) -> memoryview:
+        """The newest snapshot as bytes, which stay as they are as long as its number is `kept`."""
+        slot = next(slot for slot in self._slots if slot.read_header().number == self.taken)
+        return slot.view[: _TENSORS_AT + self._bytes + slot.read_header().scalar_bytes]
 
-        Called by all ranks together.
+    def restore(
+        self, tensors: Mapping[str, Tensor], world: World, peers: PeerSnapshots | None = None
+    ) -> dict[str, Any] | None:
+        """Fill the tensors with the newest state that every rank can have; its scalars, None if there is none.
+
+        Called by all ranks together. What is not in this host's memory is read from that of `peers`.
         """
         whole = self._whole()
-        newest = world.all_reduce_ints([max(whole, default=0)], "min")[0]
-        if not world.all_reduce_ints([int(newest in whole)], "min")[0]:
+        number, highest = _newest_of_all(world, whole)
+        if not number and peers is not None:
+            peers.announce(self.signature, {each: slot.path.name for each, slot in whole.items()})
+            world.barrier()  # all ranks have announced before any rank looks
+            elsewhere = peers.find(self.signature)
+            number, highest = _newest_of_all(world, {**elsewhere, **whole})
+            if number and number not in whole:
+                self._fetch(peers, elsewhere[number])
+                whole = self._whole()
+            if world.any_rank(number not in whole):  # the only copy is damaged, or its host has just died too
+                number = 0
+        self.taken = number or highest  # what comes is newer than whatever is found here later
+        if not number:
             return None
-        slot, views = self._slots[newest % SLOTS], self._views[newest % SLOTS]
+        slot = whole[number]
         with torch.no_grad():
-            foreach_copy_([local_tensor(tensor) for tensor in tensors.values()], views)
-        self._taken = newest
-        header = slot.read_header()
+            local = [local_tensor(tensor) for tensor in tensors.values()]
+            foreach_copy_(local, self._views[self._slots.index(slot)])
         at = _TENSORS_AT + self._bytes
-        scalars: dict[str, Any] = json.loads(slot.memory[at : at + header.scalar_bytes])
+        scalars: dict[str, Any] = json.loads(slot.memory[at : at + slot.read_header().scalar_bytes])
         return scalars
 
-    def _whole(self) -> list[int]:
-        """Numbers of the snapshots that are complete, intact and of tensors such as these."""
-        found = []
+    def _fetch(self, peers: PeerSnapshots, place: tuple[str, str]) -> None:
+        """Read a snapshot from another host's memory; one that does not arrive is not whole."""
+        slot = self._slots[self._oldest_slot()]
+        slot.write_header(_Header(0, 0, 0, 0, 0, b""))
+        with suppress(OSError):
+            peers.read_into(place, slot.view)
+
+    def _oldest_slot(self) -> int:
+        """The slot whose content is worth least."""
+        numbers = [slot.read_header().number for slot in self._slots]
+        return min((number, at) for at, number in enumerate(numbers) if not number or number not in self.kept)[1]
+
+    def _whole(self) -> dict[int, "_Slot"]:
+        """The snapshots that are complete, intact and of tensors such as these, by number."""
+        found = {}
         for slot in self._slots:
             header = slot.read_header()
             end = _TENSORS_AT + self._bytes
             if (
                 header.number
-                and header.signature == self._signature
+                and header.signature == self.signature
                 and crc32c(slot.view[_TENSORS_AT:end]) == header.tensor_crc
                 and crc32c(slot.view[end : end + header.scalar_bytes]) == header.scalar_crc
             ):
-                found.append(header.number)
+                found[header.number] = slot
         return found
 
     def close(self) -> None:
@@ -126,6 +166,7 @@ class _Slot:
     """One buffer: a file in memory, locked as long as its process lives."""
 
     def __init__(self, path: Path, size: int) -> None:
+        self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +203,15 @@ def _view(slot: _Slot, offset: int, like: Tensor) -> Tensor:
     return flat.view(like.shape)
 
 
-def _signature(tensors: Mapping[str, Tensor], local: Sequence[Tensor]) -> bytes:
-    """What tensors a snapshot is of: a state with others is another state."""
-    lines = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in zip(tensors, local, strict=True)]
+def _newest_of_all(world: World, numbers: Collection[int]) -> tuple[int, int]:
+    """The highest number that all ranks have, 0 if there is none; and the highest that any has."""
+    highest = world.all_reduce_ints([max(numbers, default=0)], "max")[0]
+    window = range(highest, max(0, highest - _WINDOW), -1)
+    common = world.all_reduce_ints([int(number in numbers) for number in window], "min") if window else []
+    return next((number for number, on_all in zip(window, common, strict=True) if on_all), 0), highest
+
+
+def _signature(tensors: Mapping[str, Tensor]) -> bytes:
+    """Which boxes of which tensors a snapshot is of: a state with others is another state."""
+    lines = [f"{each.name} {each.dtype} {each.shape} {each.box}" for each in local_shards(tensors)]
     return blake2b("\n".join(lines).encode(), digest_size=16).digest()

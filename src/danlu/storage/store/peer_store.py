@@ -15,7 +15,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from danlu.storage.store.base import PERMANENT_ERRORS, Store
@@ -23,6 +23,8 @@ from danlu.storage.store.safe_path import Buffer, byte_view, check_path, short_r
 
 TIMEOUT = 30.0
 """Seconds without a byte after which the peer counts as dead."""
+_POLL_SECONDS = 0.02
+"""How soon a server notices that it is to stop: ranks that regroup wait for it."""
 _MAX_MESSAGE_BYTES = 64 << 10
 _BLOCK_BYTES = 4 << 20
 _NONCE_BYTES = 32
@@ -37,7 +39,9 @@ class PeerServer:
         if host in ("", "0.0.0.0", "::"):
             raise ValueError(f"a peer store must listen on one interface, but `host` is {host!r}; give its address")
         self._server = _Server((host, 0), store, token)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="danlu-peer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="danlu-peer", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -61,6 +65,7 @@ class PeerStore:
         self._token = token
         self._timeout = timeout
         self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     @property
@@ -125,9 +130,12 @@ class PeerStore:
             return None if found is None else int(found)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; requests of other threads are aborted."""
         with self._lock:
             idle, self._idle = self._idle, []
+            for connection in self._busy:
+                with suppress(OSError):  # it has ended by itself
+                    connection.shutdown(socket.SHUT_RDWR)
         for connection in idle:
             connection.close()
 
@@ -137,18 +145,26 @@ class PeerStore:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         connection = connection or self._connect()
+        with self._lock:
+            self._busy.add(connection)
         try:
             _send_message(connection, request)
             yield connection
         except _REMOTE_ERRORS:
-            connection.close()  # unread bytes may be left; a new connection costs little
+            self._forget(connection)  # unread bytes may be left; a new connection costs little
             raise
         except OSError as error:
-            connection.close()
+            self._forget(connection)
             raise ConnectionError(f"{self.name} does not answer: {error}") from error
         else:
             with self._lock:
+                self._busy.discard(connection)
                 self._idle.append(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
 
     def _connect(self) -> socket.socket:
         try:
