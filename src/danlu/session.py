@@ -45,6 +45,7 @@ from danlu.spec import (
     EndEvent,
     EvaluationEvent,
     Event,
+    Plan,
     RecoveryEvent,
     ResumeEvent,
     RunFolder,
@@ -103,7 +104,8 @@ class Session:
         self.peak_cache, self.progress = peak_cache, progress or NoProgress()
         self.step: int | None = None
         """Steps done when training ended, however it ended; None before it began."""
-        self.recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+        self.recipe = load_recipe(run.recipe)
+        plan = Plan.model_validate_json(order.plan) if order and order.plan else load_plan(run.plan)
         set_umask(self.recipe.access)
         self.cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         self.chip = find_chip(self.cluster.chip.kind if self.cluster else None)
@@ -190,19 +192,19 @@ class Session:
                 f"chip {self.chip.name} has no block-scaled {' and '.join(emulated)} products: they are emulated, with "
                 "the same numbers, and are slower than unquantized ones"
             )
-        begun: Event
-        if self.order is None or not self.order.has_started:
+        begun = list[Event]()
+        if self.order is None or not self.order.has_started or self.order.resized:
             link.report_phase("measuring the peak of this machine")
-            begun = self._start_event(state.step, data.dataset.baseline_loss)
-        else:
-            begun = self._recovery_event(self.order, state.step, source)
+            begun.append(self._start_event(state.step, data.dataset.baseline_loss))
+        if self.order is not None and self.order.has_started:
+            begun.append(self._recovery_event(self.order, state.step, source))
         if self.rank_info.is_single_host:
             check_connections()  # again: connections may have been opened since
         sinks = self._metrics_sinks(events) if mesh.rank == 0 else []
         with EventWriter(self.run, state.step, link.report_event, sinks) if mesh.rank == 0 else nullcontext() as writer:
             if writer is not None:
                 events.write_to(writer.write)
-                for event in (begun, *_add_continuity(events.waiting, self.run, data.dataset)):
+                for event in (*begun, *_add_continuity(events.waiting, self.run, data.dataset)):
                     writer.write(event)
             link.report_phase(FIRST_STEP)
             if self.recoverable:

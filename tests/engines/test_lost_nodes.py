@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from namespaces import supernodes, why_not
 
 from danlu.scheduler import read_ranks
-from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StepEvent
+from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
 
 pytestmark = pytest.mark.timeout(400)
 RECIPE = """
@@ -119,8 +119,23 @@ def test_a_run_outlives_two_of_its_nodes(nodes: SlurmNodes, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_with_no_node_that_waits_the_job_is_requeued_and_resumes(nodes: SlurmNodes, tmp_path: Path) -> None:
-    run = launched(nodes, tmp_path, "--spares", "0")
+def test_with_no_node_that_waits_a_run_goes_on_with_fewer(nodes: SlurmNodes, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("[degrees]\nreplicate = 2\n")
+    run = launched(nodes, tmp_path, "--spares", "0", "--plan", "plan.toml")
+    nodes.power_off(read_ranks(run.path).nodes[1])
+    before = last_step(run)
+    wait_for_step(run, before + 30)
+    (found,) = (event for event in events(run) if isinstance(event, RecoveryEvent))
+    assert "goes on with 1 of 2 ranks" in found.cause
+    assert found.source == "memory" and found.step >= before, "what is left of the replicas is the newest state"
+    *_, start = (event for event in events(run) if isinstance(event, StartEvent))
+    assert start.world == 1
+    danlu(nodes, tmp_path, "stop", "lost-nodes")
+
+
+@pytest.mark.full
+def test_a_job_that_may_not_shrink_is_requeued_and_resumes(nodes: SlurmNodes, tmp_path: Path) -> None:
+    run = launched(nodes, tmp_path, "--spares", "0", "--set", "resilience.shrink=1")
     nodes.power_off(read_ranks(run.path).nodes[1])
     wait_for_step(run, last_step(run) + 20, seconds=240)
     assert read_ranks(run.path).restart == 1

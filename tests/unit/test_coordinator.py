@@ -17,8 +17,20 @@ from danlu.scheduler.coordinator import Coordinator
 from danlu.scheduler.node_agent import NodeAgent
 from danlu.scheduler.node_messages import NodeOrder, NodeStatus, RankStatus, order_key, status_key, wait_for_order
 from danlu.scheduler.rank_map import RankMap
-from danlu.spec import RunFolder, WarningEvent
+from danlu.spec import Plan, RunFolder, WarningEvent
+from danlu.spec.plan import Degrees
 
+RECIPE = """
+name = "coordinated"
+steps = 100
+[model]
+base = "tiny-llama"
+[data]
+shards = "shards"
+[batch]
+sequences = 8
+length = 32
+"""
 TOKEN = bytes(32)
 LEASE = 1.0
 
@@ -54,7 +66,10 @@ class PlayedAgent:
 
     def _carry_out(self, order: NodeOrder) -> None:
         self.orders.append(order)
-        generation = RegroupOrder.from_json(order.regroup).generation if order.regroup else 0
+        regroup = RegroupOrder.from_json(order.regroup) if order.regroup else None
+        generation = regroup.generation if regroup else 0
+        if regroup and regroup.resized:
+            self.ranks.clear()
         for rank in self.ranks if order.regroup else ():
             self.ranks[rank] = self.ranks[rank].model_copy(update={"joined": generation})
         for rank in order.kill:
@@ -71,7 +86,9 @@ class PlayedAgent:
 class Job:
     """A coordinator of two nodes of two ranks, and a third node that waits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recipe: str = "") -> None:
+        (folder / "recipe.toml").write_text(RECIPE + recipe)
+        (folder / "plan.toml").write_text("[degrees]\nreplicate = 2\nshard = 2\n")
         control, store = free_endpoints()
         ranks = RankMap(
             job=1, restart=0, nodes=("a", "b"), tasks_per_node=2, store=store, spares=("c",), control=control, remark=""
@@ -104,9 +121,9 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
     monkeypatch.setattr(coordinating, "NODE_LEASE_SECONDS", LEASE)
-    job = Job(tmp_path)
+    job = Job(tmp_path, getattr(request, "param", ""))
     yield job
     job.finish()
     for agent in job.agents.values():
@@ -147,6 +164,30 @@ def test_a_node_that_is_silent_is_replaced_by_one_that_waits(job: Job) -> None:
     assert job.finish() == 0
 
 
+def test_with_no_node_left_the_run_goes_on_with_fewer_replicas(job: Job) -> None:
+    job.agents["a"].is_on = job.agents["c"].is_on = False
+    job.until(lambda: len(job.agents["b"].orders) == 4)
+    _, *kills, start = job.agents["b"].orders
+    assert [each.kill for each in kills] == [(2,), (3,)]
+    order = RegroupOrder.from_json(start.regroup)
+    assert order.resized and order.ranks == (0, 1)
+    assert start.start == ((0, 0), (1, 1)) and start.world_size == 2
+    assert Plan.model_validate_json(order.plan) == Plan(degrees=Degrees(replicate=1, shard=2), microbatches=2)
+    assert order.cause == "host a is lost: none waits, and the run goes on with 2 of 4 ranks"
+    # A rank of the smaller world is replaced in it.
+    job.agents["b"].changes = {"step": 41}
+    time.sleep(0.3)
+    job.agents["b"].end(1, -9)
+    job.until(lambda: len(job.agents["b"].orders) == 5)
+    last = job.agents["b"].orders[-1]
+    again = RegroupOrder.from_json(last.regroup)
+    assert last.start == ((1, 1),) and last.world_size == 2
+    assert again.plan == order.plan and not again.resized and again.ranks == (1,)
+    del job.agents["a"]
+    assert job.finish() == 0
+
+
+@pytest.mark.parametrize("job", ["[resilience]\nshrink = 1\n"], indirect=True)
 def test_with_no_node_left_the_run_stops_and_says_so(job: Job) -> None:
     job.agents["b"].is_on = job.agents["c"].is_on = False
     job.until(lambda: job.coordinator.recovery.reason)

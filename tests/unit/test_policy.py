@@ -64,8 +64,8 @@ def test_a_lost_host_is_replaced_by_a_spare_then_by_fewer_replicas_then_by_anoth
     lost = [fault(7, "host", (4, 5), host="n2")]
     assert decide(lost, Means(spare_hosts=("n9",))) == Replace((4, 5), "memory", spare="n9")
     assert decide(lost, Means(hosts=("n1", "n2"))) == Replace((4, 5), "memory"), "it answers again"
-    assert decide(lost, Means(hosts=("n1",), replicas=3)) == Shrink(3, "memory")
-    assert decide(lost, Means(hosts=("n1",), can_replan=True)) == Replan(("n1",), "memory")
+    assert decide(lost, Means(hosts=("n1",), smaller_plan="{}", replicas=3)) == Shrink(3, "memory")
+    assert decide(lost, Means(hosts=("n1",), smaller_plan="{}")) == Replan(("n1",), "memory")
     assert isinstance(decide(lost, Means(hosts=("n1",))), Stop)
 
 
@@ -73,7 +73,7 @@ def test_a_host_that_failed_twice_is_not_used_again() -> None:
     twice = [fault(7, "host", (4,), "n2"), fault(9, "hang", (4,), "n2")]
     assert excluded_hosts(twice) == {"n2"}
     assert decide(twice, Means(spare_hosts=("n2", "n3"))) == Replace((4,), "memory", spare="n3")
-    assert decide(twice, Means(hosts=("n1", "n2"), can_replan=True)) == Replan(("n1",), "memory")
+    assert decide(twice, Means(hosts=("n1", "n2"), smaller_plan="{}")) == Replan(("n1",), "memory")
 
 
 KINDS: tuple[FaultKind, ...] = ("killed", "exception", "hang", "network", "host")
@@ -84,7 +84,7 @@ KINDS: tuple[FaultKind, ...] = ("killed", "exception", "hang", "network", "host"
 def test_a_run_ends_whatever_happens(random: Random, limit: int, spares: tuple[str, ...]) -> None:
     """Faults at random, at every moment: the run does all its steps or stops, after a bounded number of decisions."""
     steps, done, faults = 30, 0, list[Fault]()
-    means = Means(spare_hosts=spares, hosts=("n1", "n2"), can_replan=True)
+    means = Means(spare_hosts=spares, hosts=("n1", "n2"), smaller_plan="{}")
     for _ in range(steps * (limit + 3) + 1):
         done += random.choice([0, 0, 0, 1, 5])  # steps until the next fault; the state is in memory after each
         if done >= steps:

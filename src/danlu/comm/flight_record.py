@@ -12,7 +12,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -253,18 +253,25 @@ def read_flights(run: Path, *, collectives: bool = True, newest: bool = False) -
     return sorted(found, key=lambda flight: flight.rank)
 
 
-def remove_snapshots(run: Path) -> None:
-    """Free the states that the ranks of a run kept in this host's memory."""
+def remove_snapshots(run: Path, keep_ranks: Collection[int] = ()) -> None:
+    """Free the states that ranks of a run kept in this host's memory, but for some ranks'."""
     for path in flight_folder(run).glob("[0-9]*-[0-9]"):
-        path.unlink(missing_ok=True)
+        if int(path.name.partition("-")[0]) not in keep_ranks:
+            path.unlink(missing_ok=True)
+    if keep_ranks:
+        return
     shutil.rmtree(flight_folder(run) / "copies", ignore_errors=True)  # of other hosts' ranks
     with suppress(OSError):  # records of ranks that failed stay
         flight_folder(run).rmdir()
 
 
-def remove_flights(run: Path) -> None:
+def remove_flights(run: Path, *, keep_snapshots: bool = False) -> None:
     """Delete what a run's ranks left behind on this host."""
-    shutil.rmtree(flight_folder(run), ignore_errors=True)
+    if not keep_snapshots:
+        shutil.rmtree(flight_folder(run), ignore_errors=True)
+        return
+    for path in flight_folder(run).glob("rank-*"):
+        path.unlink(missing_ok=True)
 
 
 def _newest(raw: bytes, kept: range) -> list[int]:

@@ -39,6 +39,10 @@ class RegroupOrder:
     """Whether the start of the run is among its events."""
     quarantined: tuple[int, ...] = ()
     """Steps whose batches are not trained on."""
+    plan: str = ""
+    """The plan of the world, as JSON, if it is not that of the run's folder."""
+    resized: bool = False
+    """Whether that plan is new, with other ranks: all of them are new processes."""
 
     def to_json(self) -> str:
         """As one line."""

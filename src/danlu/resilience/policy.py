@@ -43,12 +43,12 @@ class Means:
     """There is a checkpoint."""
     spare_hosts: tuple[str, ...] = ()
     """Hosts that wait."""
-    replicas: int = 1
-    """Groups of ranks that hold a whole copy of the state and are untouched."""
     hosts: tuple[str, ...] = ()
     """Hosts of the run that answer."""
-    can_replan: bool = False
-    """A layout for fewer hosts can be found."""
+    smaller_plan: str = ""
+    """A plan for the hosts that answer, as JSON; empty if there is none."""
+    replicas: int = 0
+    """Replicas of the state in that plan, if it is the run's with fewer of them; 0 if it is another."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,9 @@ def _without_host(fault: Fault, means: Means, excluded: frozenset[str], tier: Ti
         return Replace(fault.ranks, tier, spare=spares[0])
     if fault.host in means.hosts and fault.host not in excluded:
         return Replace(fault.ranks, tier)  # it answers again
-    if means.replicas > 1:
-        return Shrink(means.replicas, tier)
     left = tuple(host for host in means.hosts if host not in excluded and host != fault.host)
-    if means.can_replan and left:
-        return Replan(left, tier)
+    if means.smaller_plan and left:
+        return Shrink(means.replicas, tier) if means.replicas else Replan(left, tier)
     return Stop(f"host {fault.host} is lost, and there is neither a spare nor a layout without it: {fault.message}")
 
 

@@ -17,7 +17,8 @@ from danlu.scheduler.node_messages import NODE_LEASE_SECONDS, NodeOrder, NodeSta
 from danlu.scheduler.rank_failure import read_failure
 from danlu.scheduler.rank_map import RankMap
 from danlu.scheduler.recovery import Recovery
-from danlu.spec import RankFailureEvent, RunFolder
+from danlu.scheduler.smaller_layout import find_smaller_plan, is_only_fewer_replicas
+from danlu.spec import Plan, RankFailureEvent, RunFolder, load_cluster, load_plan, load_recipe
 
 _POLL_SECONDS = 0.1
 _START_SECONDS = 300.0
@@ -51,15 +52,22 @@ class Coordinator:
         self._stores = [_serve(endpoint, host, token) for endpoint in (ranks.control, ranks.store)]
         self._control = StoreClient(ranks.control, token, 0, 30.0)
         self._nodes = {name: Node(name) for name in (*ranks.nodes, *ranks.spares)}
-        self._place = {rank: ranks.nodes[rank // ranks.tasks_per_node] for rank in range(ranks.world_size)}
-        self._generation_of_start = dict.fromkeys(self._place, 0)
-        self.processes: Sequence[RemoteRank] = [RemoteRank(self, rank) for rank in sorted(self._place)]
+        self._lay_out(ranks.nodes, 0)
+        self._recipe, self._plan = load_recipe(run.recipe), load_plan(run.plan)
+        self._cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         self.generation = 0
         self.stop_requested = False
         self.watch = AgentReports(self)
         self._started_at, self._began = time.time(), time.monotonic()
         self._deadline = float("inf")
         self.recovery = Recovery(self, restarts)
+
+    def _lay_out(self, nodes: Sequence[str], generation: int) -> None:
+        """Give the nodes their ranks, from 0 on, all of them new processes."""
+        each = self.ranks.tasks_per_node
+        self._place = {rank: nodes[rank // each] for rank in range(len(nodes) * each)}
+        self._generation_of_start = dict.fromkeys(self._place, generation)
+        self.processes: Sequence[RemoteRank] = [RemoteRank(self, rank) for rank in sorted(self._place)]
 
     @property
     def links(self) -> "Coordinator":
@@ -71,7 +79,7 @@ class Coordinator:
         for number, node in enumerate(self.ranks.nodes):
             each = self.ranks.tasks_per_node
             start = tuple((number * each + local, local) for local in range(each))
-            self._order(node, NodeOrder(endpoint=self.ranks.store, start=start))
+            self._order(node, NodeOrder(endpoint=self.ranks.store, start=start, world_size=len(self._place)))
         try:
             while any(process.poll() is None for process in self.processes):
                 self._poll()
@@ -171,11 +179,24 @@ class Coordinator:
 
     @property
     def means(self) -> Means:
-        """Nodes that wait, and nodes that answer."""
+        """Nodes that wait, nodes that answer, and a plan for them if one is lost and none waits."""
         used = set(self._place.values())
         alive = [node.name for node in self._nodes.values() if not node.is_lost and node.status]
         spares = tuple(name for name in alive if name not in used)
-        return Means(memory=not any(self._nodes[name].is_lost for name in used), spare_hosts=spares, hosts=tuple(alive))
+        is_whole = not any(self._nodes[name].is_lost for name in used)
+        if is_whole or spares:
+            return Means(memory=is_whole, spare_hosts=spares, hosts=tuple(alive))
+        smaller = self._smaller_plan(len(alive))
+        if smaller is None:
+            return Means(memory=False, hosts=tuple(alive))
+        replicas = smaller.degrees.replicate if is_only_fewer_replicas(self._plan, smaller) else 0
+        return Means(False, hosts=tuple(alive), smaller_plan=smaller.model_dump_json(), replicas=replicas)
+
+    def _smaller_plan(self, nodes: int) -> Plan | None:
+        """A plan for so many nodes, unless the recipe wants more ranks than that."""
+        found = find_smaller_plan(self._recipe, self._plan, self._cluster, nodes, self.ranks.tasks_per_node)
+        least = self._recipe.resilience.shrink * self._plan.degrees.world
+        return found if found is not None and found.degrees.world >= least else None
 
     @property
     def furthest_step(self) -> int:
@@ -205,6 +226,10 @@ class Coordinator:
         """Start new processes in the place of ranks that have ended, and order the others to join them."""
         self.generation = order.generation
         self._stores[1].advance(order.generation)
+        if order.resized:
+            used = dict.fromkeys(self._place.values())  # in order of ranks
+            alive = [name for name in (*used, *self._nodes) if not self._nodes[name].is_lost]
+            self._lay_out(list(dict.fromkeys(alive))[: len(ranks) // self.ranks.tasks_per_node], order.generation)
         for rank in ranks:
             if self._nodes[self._place[rank]].is_lost:
                 self._place[rank] = host
@@ -212,7 +237,8 @@ class Coordinator:
         for name in sorted(set(self._place.values())):
             here = sorted(rank for rank in self._place if self._place[rank] == name)
             start = tuple((rank, rank % self.ranks.tasks_per_node) for rank in here if rank in ranks)
-            self._order(name, NodeOrder(endpoint=order.endpoint, regroup=order.to_json(), start=start))
+            regroup, world_size = order.to_json(), len(self._place)
+            self._order(name, NodeOrder(endpoint=order.endpoint, regroup=regroup, start=start, world_size=world_size))
 
     def _order(self, name: str, order: NodeOrder) -> None:
         node = self._nodes[name]

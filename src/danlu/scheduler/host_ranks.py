@@ -53,6 +53,12 @@ class HostRanks:
                 arguments, log.fileno(), link.fileno(), *self._inherited, is_done=done
             )
 
+    def forget(self) -> None:
+        """Forget ranks that have ended: others take their numbers, perhaps elsewhere."""
+        self.processes = {rank: process for rank, process in self.processes.items() if process.poll() is None}
+        self.links.close()
+        self.links = RankLinks()
+
     def warm_up(self, output: Path) -> None:
         """Have a process that has imported torch, so that ranks start sooner; what it prints is appended to a file."""
         if not self._fork_servers or not self._fork_server.is_alive:

@@ -118,6 +118,10 @@ class NodeAgent:
             for rank, process in self._ranks.processes.items():
                 if process.poll() is None:
                     self._ranks.links.order(rank, regroup)
+        if regroup and regroup.resized:
+            self._ranks.forget()
+            remove_flights(self.run.path, keep_snapshots=True)
+        self._ranks.world_size = order.world_size or self._ranks.world_size
         for rank, local_rank in order.start:
             self._generations[rank] = regroup.generation if regroup else 0
             self._ranks.start(rank, local_rank, order.endpoint, regroup)
@@ -152,6 +156,7 @@ class NodeAgent:
         if generation != self._watched_generation:
             self._watched_generation = generation
             self._watch.restart()
+            remove_snapshots(self.run.path, keep_ranks=ranks)  # the others had ranks here under other numbers
         if (found := self._watch.look()) is not None:
             culprits = tuple(map(pack_culprit, found.culprits))
             changes |= {"hangs": self._status.hangs + 1, "culprits": culprits, "quiet": self._watch.quiet}

@@ -64,6 +64,8 @@ class NodeOrder(SpecModel):
     """A `RegroupOrder` as JSON, for ranks that run and for those that start."""
     start: TupleOf[tuple[int, int]] = ()
     """Ranks to start, with their numbers on the node."""
+    world_size: int = 0
+    """Ranks of the world that they are in."""
     refuse: bool = False
     """Tell the ranks that no order will come: the run ends."""
     leave: bool = False

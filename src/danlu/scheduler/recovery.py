@@ -8,11 +8,11 @@ from typing import Protocol
 from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
 from danlu.resilience.describe import describe_diagnosis
 from danlu.resilience.diagnosis import Diagnosis
-from danlu.resilience.policy import Fault, FaultKind, Means, Replace, Restore, Retry, Stop, decide
+from danlu.resilience.policy import Fault, FaultKind, Means, Replace, Replan, Restore, Shrink, Stop, decide
 from danlu.resilience.straggler_watch import SlowRank
 from danlu.scheduler.fork_server import RankProcess
 from danlu.scheduler.launcher import record_hang, record_slow_rank
-from danlu.spec import RankFailureEvent, RunFolder
+from danlu.spec import Plan, RankFailureEvent, RunFolder
 
 JOIN_SECONDS = 5.0
 """Seconds that a rank has to leave a world after it was ordered to; then it is killed, and replaced too."""
@@ -125,7 +125,7 @@ class RecoverableRanks(Protocol):
     def replace(self, ranks: Sequence[int], order: RegroupOrder, host: str = "") -> None:
         """Start new processes in the place of ranks that have ended, and order the others to join them.
 
-        They start on another `host` if one is given.
+        They start on another `host` if one is given; in an order that is `resized`, they are all ranks of its plan.
         """
         ...
 
@@ -146,6 +146,8 @@ class Recovery:
         self._start_seconds = 0.0
         """How long the first start took; 0 before it is over."""
         self._lost_since: float | None = None
+        self._plan = ""
+        """Of the ranks that are left, as JSON, if they are fewer than at first."""
         self._is_ready = self._has_started = False
 
     def look(self, *, recover: bool = True) -> None:
@@ -234,28 +236,37 @@ class Recovery:
 
     def _handle(self, fault: Fault) -> None:
         self.faults.append(fault)
-        decision, processes = decide(self.faults, self._ranks.means, self._restarts), self._ranks.processes
-        if isinstance(decision, Restore):
-            for process in processes:
-                process.send_signal(signal.SIGKILL)
-            for process in processes:
-                process.wait()
-        elif not isinstance(decision, Replace | Retry):
-            self.reason = decision.reason if isinstance(decision, Stop) else f"{decision} is not carried out yet"
+        means, processes = self._ranks.means, self._ranks.processes
+        decision = decide(self.faults, means, self._restarts)
+        if isinstance(decision, Stop):
+            self.reason = decision.reason
             for rank in range(len(processes)):
                 self._ranks.links.order(rank, None)
             return
         self._has_started |= self._ranks.links.phase_of(0) == FIRST_STEP
-        self.generation += 1
+        is_smaller = isinstance(decision, Shrink | Replan)
+        if is_smaller or isinstance(decision, Restore):
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            for process in processes:
+                process.wait()
         gone = [rank for rank, process in enumerate(processes) if process.poll() is not None]
+        cause = fault.message
+        if is_smaller:
+            self._plan = means.smaller_plan
+            gone = list(range(Plan.model_validate_json(self._plan).degrees.world))
+            cause += f": none waits, and the run goes on with {len(gone)} of {len(processes)} ranks"
+        self.generation += 1
         order = RegroupOrder(
             generation=self.generation,
             endpoint=self._ranks.endpoint_of(self.generation),
             ranks=tuple(gone),
-            cause=fault.message,
+            cause=cause,
             failed_at=fault.time,
             has_started=self._has_started,
-            quarantined=() if isinstance(decision, Retry) else decision.quarantined,
+            quarantined=decision.quarantined if isinstance(decision, Replace | Restore) else (),
+            plan=self._plan,
+            resized=is_smaller,
         )
         self._killed.clear()
         self._ranks.links.forget_phases()

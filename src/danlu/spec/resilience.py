@@ -20,6 +20,10 @@ class ResilienceConfig(SpecModel):
     most, unless a replica of its ranks is on another host, which then costs nothing. With 0, none is sent, and a lost
     host without replicas costs the steps since the last checkpoint."""
 
+    shrink: float = Field(default=0.5, gt=0, le=1)
+    """When a host is lost and none waits: least share of the run's ranks to go on with, on the hosts that are left and
+    with the same batches. With 1 the run never goes on with fewer; under Slurm its job is then requeued."""
+
     @model_validator(mode="after")
     def _copies_are_of_snapshots(self) -> Self:
         if self.peers and (not self.snapshots or self.peers % self.snapshots):

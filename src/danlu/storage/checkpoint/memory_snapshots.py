@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -65,6 +65,7 @@ class RankSnapshots:
         sizes = [tensor.numel() * tensor.element_size() for tensor in local]
         self._offsets = list(aligned_offsets(sizes))
         self._bytes = self._offsets[-1] + sizes[-1] if sizes else 0
+        self._folder = folder
         self.signature = _signature(tensors)
         """What state this is a part of: ranks with the same one are replicas of each other."""
         self.kept: tuple[int, ...] = ()
@@ -108,7 +109,7 @@ class RankSnapshots:
         whole = self._whole()
         number, highest = _newest_of_all(world, whole)
         if not number and peers is not None:
-            peers.announce(self.signature, {each: slot.path.name for each, slot in whole.items()})
+            peers.announce(_files_in(self._folder))
             world.barrier()  # all ranks have announced before any rank looks
             elsewhere = peers.find(self.signature)
             number, highest = _newest_of_all(world, {**elsewhere, **whole})
@@ -201,6 +202,17 @@ def _view(slot: _Slot, offset: int, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu")
     flat = torch.frombuffer(slot.memory, dtype=like.dtype, count=like.numel(), offset=_TENSORS_AT + offset)
     return flat.view(like.shape)
+
+
+def _files_in(folder: Path) -> Iterator[tuple[bytes, int, str]]:
+    """The snapshots in a host's memory, of whichever ranks: what they are of, number, and name."""
+    for path in folder.glob("[0-9]*-[0-9]"):
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+        if len(head) == _HEADER.size and head.startswith(_MAGIC):
+            _, number, *_, signature = _HEADER.unpack(head)
+            if number:
+                yield signature, number, path.name
 
 
 def _newest_of_all(world: World, numbers: Collection[int]) -> tuple[int, int]:

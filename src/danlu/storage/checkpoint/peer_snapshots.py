@@ -6,7 +6,8 @@ reads the copy that was sent away, or the snapshot of a rank that holds the same
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
+from itertools import product
 
 from danlu.storage.checkpoint.peer_hosts import PeerHosts
 
@@ -49,30 +50,31 @@ class PeerSnapshots:
         except (OSError, ValueError, RuntimeError) as error:  # of the run's store too: the other host may be gone
             self.error = str(error) or type(error).__name__
 
-    def announce(self, signature: bytes, own: Mapping[int, str]) -> None:
+    def announce(self, files: Iterable[tuple[bytes, int, str]]) -> None:
         """Publish which snapshots are in this host's memory; needs a barrier before any rank looks.
 
-        `own` has the files of this rank's by number.
+        `files` are those of the host's ranks, whatever their numbers are now: signature, number, and name.
         """
-        if own:
-            self._publish("own", signature.hex(), own)
         if not self._hosts.is_leader:
             return
-        copies: dict[str, dict[int, str]] = {}
+        found: dict[str, dict[int, str]] = {}
+        half = self._hosts.host % 2
+        for signature, number, name in files:
+            found.setdefault(f"own/{signature.hex()}/{half}", {})[number] = name
         for name in self._hosts.memory.list(_COPIES):
-            _, of, number = name.split("-")
-            copies.setdefault(of, {})[int(number)] = f"{_COPIES}/{name}"
-        for of, files in copies.items():
-            self._publish("copy", of, files)
-
-    def _publish(self, kind: str, of: str, files: Mapping[int, str]) -> None:
-        self._hosts.kv_store.set(f"{kind}/{of}", json.dumps([self._hosts.address, dict(files)]))
+            _, of, copied = name.split("-")
+            found.setdefault(f"copy/{of}/{half}", {})[int(copied)] = f"{_COPIES}/{name}"
+        for key, names in found.items():
+            self._hosts.kv_store.set(key, json.dumps([self._hosts.address, names]))
 
     def find(self, signature: bytes) -> dict[int, tuple[str, str]]:
-        """Announced snapshots of these shards by number: the host that has one, and the file."""
+        """Announced snapshots of these shards by number: the host that has one, and the file.
+
+        Many hosts may have some, if the shards have replicas; of each kind, two are remembered.
+        """
         found: dict[int, tuple[str, str]] = {}
-        for kind in ("copy", "own"):
-            key = f"{kind}/{signature.hex()}"
+        for kind, half in product(("copy", "own"), range(2)):
+            key = f"{kind}/{signature.hex()}/{half}"
             if self._hosts.kv_store.check([key]):
                 address, files = json.loads(self._hosts.kv_store.get(key))
                 found |= {int(number): (str(address), str(path)) for number, path in files.items()}
