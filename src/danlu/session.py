@@ -33,6 +33,7 @@ from danlu.framework.metrics_server import MetricsServer
 from danlu.framework.model_size import model_size_and_flops
 from danlu.framework.precision import DTYPES
 from danlu.framework.prompt_sampler import PromptSampler
+from danlu.framework.replica_vote import ReplicaVote
 from danlu.framework.sample_continuity import SampleContinuity, check_sample_continuity
 from danlu.framework.stages import EvaluationStage, NoEvaluation, NoProgress, NoSnapshots, ProgressStage
 from danlu.framework.state import TrainState
@@ -247,7 +248,8 @@ class Session:
         if hosts is None and config.peers and self.world.rank == 0:
             events.warn("`resilience.peers` asks for copies in another host's memory, but there is only one host")
         peers = PeerSnapshots(hosts, self.world.rank) if hosts else None
-        return StateSnapshots.open(folder, state, self.world, config, peers, events.warn)
+        vote = ReplicaVote(self.mesh) if config.vote and self.mesh.size("replicate") > 1 else None
+        return StateSnapshots.open(folder, state, self.world, config, peers, vote, events.warn)
 
     def _restore(
         self, state: TrainState, manager: CheckpointManager, snapshots: StateSnapshots | None

@@ -104,6 +104,7 @@ class Rank:
             ThreadWorld(meeting, rank),
             config,
             self.peers,
+            None,
             warnings.append,
         )
         assert found is not None

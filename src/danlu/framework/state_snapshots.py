@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from danlu.comm.world import World
+from danlu.framework.replica_vote import ReplicaVote
 from danlu.framework.state import TrainState
 from danlu.spec.resilience import ResilienceConfig
 from danlu.storage.checkpoint.memory_snapshots import SLOTS, RankSnapshots
@@ -20,9 +21,11 @@ class StateSnapshots:
         world: World,
         config: ResilienceConfig,
         peers: PeerSnapshots | None,
+        vote: ReplicaVote | None,
         warn: Callable[[str], None],
     ) -> None:
         self._snapshots, self._world, self._config, self._peers, self._warn = snapshots, world, config, peers, warn
+        self._vote = vote
         self._sent = self._arrived = 0
         """Numbers of the newest snapshots that were sent to another host, and that have arrived from all ranks."""
         self._is_late = False
@@ -35,6 +38,7 @@ class StateSnapshots:
         world: World,
         config: ResilienceConfig,
         peers: PeerSnapshots | None,
+        vote: ReplicaVote | None,
         warn: Callable[[str], None],
     ) -> Self | None:
         """For a state such as this; None on all ranks if a host of any has no memory for them.
@@ -58,13 +62,18 @@ class StateSnapshots:
             )
             return None
         assert snapshots is not None
-        return cls(snapshots, world, config, peers, warn)
+        return cls(snapshots, world, config, peers, vote, warn)
 
     def take_if_due(self, state: TrainState) -> None:
         """Keep the state as it is now, every so many steps."""
         if state.step % self._config.snapshots:
             return
         self._snapshots.take(state.tensors(), state.scalars())
+        if self._vote is not None:
+            buffers = state.model_tensors().keys() - {f"model.{name}" for name, _ in state.named_parameters()}
+            if wrong := self._vote.check(self._snapshots.checksum(besides=buffers), state.step):
+                self._snapshots.drop_newest()  # what all ranks go back to is the one before, which was voted for
+                raise RuntimeError(wrong)  # none of Danlu's own errors: a run that meets one of those ends
         if self._peers is not None and self._config.peers and (not self._sent or state.step % self._config.peers == 0):
             self._send(self._peers)
 

@@ -20,6 +20,9 @@ class ResilienceConfig(SpecModel):
     most, unless a replica of its ranks is on another host, which then costs nothing. With 0, none is sent, and a lost
     host without replicas costs the steps since the last checkpoint."""
 
+    vote: bool = True
+    """Compare each snapshot with those of its replicas, if there are any: a rank that differs from most of them is
+    replaced, and all go back to the state before."""
     shrink: float = Field(default=0.5, gt=0, le=1)
     """When a host is lost and none waits: least share of the run's ranks to go on with, on the hosts that are left and
     with the same batches. With 1 the run never goes on with fewer; under Slurm its job is then requeued."""

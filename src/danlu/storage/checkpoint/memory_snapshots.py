@@ -63,6 +63,7 @@ class RankSnapshots:
         """
         local = [local_tensor(tensor) for tensor in tensors.values()]
         sizes = [tensor.numel() * tensor.element_size() for tensor in local]
+        self._names, self._sizes = list(tensors), sizes
         self._offsets = list(aligned_offsets(sizes))
         self._bytes = self._offsets[-1] + sizes[-1] if sizes else 0
         self._folder = folder
@@ -96,8 +97,27 @@ class RankSnapshots:
 
     def newest(self) -> memoryview:
         """The newest snapshot as bytes, which stay as they are as long as its number is `kept`."""
-        slot = next(slot for slot in self._slots if slot.read_header().number == self.taken)
+        slot = self._newest_slot
         return slot.view[: _TENSORS_AT + self._bytes + slot.read_header().scalar_bytes]
+
+    def checksum(self, besides: Collection[str] = ()) -> int:
+        """Of the tensors in the newest snapshot, but for some."""
+        slot = self._newest_slot
+        if not besides:
+            return slot.read_header().tensor_crc
+        crc = 0
+        for name, at, size in zip(self._names, self._offsets, self._sizes, strict=True):
+            if name not in besides:
+                crc = crc32c(slot.view[_TENSORS_AT + at : _TENSORS_AT + at + size], crc)
+        return crc
+
+    def drop_newest(self) -> None:
+        """Take the newest snapshot back: the one before is the newest now."""
+        self._newest_slot.write_header(_Header(0, 0, 0, 0, 0, b""))
+
+    @property
+    def _newest_slot(self) -> "_Slot":
+        return next(slot for slot in self._slots if slot.read_header().number == self.taken)
 
     def restore(
         self, tensors: Mapping[str, Tensor], world: World, peers: PeerSnapshots | None = None
