@@ -193,6 +193,18 @@ def test_a_replica_on_another_host_costs_no_step(make: Callable[..., Run]) -> No
     assert run.all(Rank.restore) == [13] * HOSTS
 
 
+def test_a_restored_snapshot_makes_room_for_new_ones(make: Callable[..., Run]) -> None:
+    run = make(REPLICATED, peers=0)
+    for steps in (3, 4):
+        run.all(lambda rank, steps=steps: rank.train(steps))
+        run.lose_host(3)
+        run.regroup()
+        run.all(Rank.restore)
+    run.all(lambda rank: rank.train(2))
+    for rank in run.ranks:
+        assert sorted(rank.snapshots._snapshots._whole()) == [8, 9], "two in turns, so that one is whole at any moment"
+
+
 def test_a_host_that_is_lost_while_it_sends_leaves_the_copy_before(
     make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

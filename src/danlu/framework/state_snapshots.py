@@ -74,8 +74,13 @@ class StateSnapshots:
             if wrong := self._vote.check(self._snapshots.checksum(besides=buffers), state.step):
                 self._snapshots.drop_newest()  # what all ranks go back to is the one before, which was voted for
                 raise RuntimeError(wrong)  # none of Danlu's own errors: a run that meets one of those ends
-        if self._peers is not None and self._config.peers and (not self._sent or state.step % self._config.peers == 0):
+        if self._peers is not None and self._sends and (not self._sent or state.step % self._config.peers == 0):
             self._send(self._peers)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether copies are sent to another host: only then are there slots for those that are kept."""
+        return self._peers is not None and self._config.peers > 0
 
     def _send(self, peers: PeerSnapshots) -> None:
         """Send the newest snapshot to another host, unless any rank still sends the one before.
@@ -105,8 +110,9 @@ class StateSnapshots:
         if scalars is None:
             return False
         state.restore_scalars(scalars)
-        self._arrived = self._snapshots.taken  # it may be in other hosts' memory: stays until a newer one is
-        self._snapshots.kept = (self._arrived,)
+        if self._sends:
+            self._arrived = self._snapshots.taken  # it may be in other hosts' memory: stays until a newer one is
+            self._snapshots.kept = (self._arrived,)
         return True
 
     def close(self) -> None:
