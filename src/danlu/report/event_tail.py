@@ -16,6 +16,8 @@ MAX_PROBLEMS = 200
 """Invalid lines after which reading stops."""
 _READ_BYTES = 1 << 20
 """Bytes per read; longer than any event."""
+_PARSED_TOGETHER = 1000
+"""Lines that are parsed at once: faster than one by one, but for invalid ones, whose errors are all collected first."""
 
 
 @contextmanager
@@ -67,16 +69,18 @@ class EventTail:
 
     def _parse_all(self, lines: list[bytes]) -> list[Event]:
         """The events among these lines, up to where too many are invalid."""
-        try:
-            events = parse_events(lines)
-            self._line += len(lines)
-        except ValidationError:
-            events = []
-            for line in lines:
-                if (event := self._parse(line)) is not None:
-                    events.append(event)
-                elif len(self.problems) >= MAX_PROBLEMS:
-                    break
+        events: list[Event] = []
+        for start in range(0, len(lines), _PARSED_TOGETHER):
+            together = lines[start : start + _PARSED_TOGETHER]
+            try:
+                events += parse_events(together)
+                self._line += len(together)
+            except ValidationError:
+                for line in together:
+                    if (event := self._parse(line)) is not None:
+                        events.append(event)
+                    elif len(self.problems) >= MAX_PROBLEMS:
+                        return events
         return events
 
     def _give_up(self) -> None:
