@@ -38,6 +38,15 @@ def test_more_free_memory_is_a_better_chance_and_an_explicit_reserve_wins() -> N
     assert bold.seconds < careful.seconds
 
 
+def test_a_plan_that_takes_all_it_may_has_the_chance_that_the_reserve_is_for() -> None:
+    roomy = question(chips=8, cluster=machine(nodes=2), without="pp", fix="recompute=none")
+    peak = search(roomy, shown=1).best[0].peak_bytes
+    tight = replace(roomy, cluster=machine(nodes=2, memory=1.0001 * peak / (1 - default_reserve())))
+    fullest = search(tight, shown=1).best[0]
+    assert fullest.peak_bytes > 0.999 * tight.usable_memory
+    assert fullest.fit_chance >= 0.94 > fit_chance(fullest.peak_bytes, tight.usable_memory)
+
+
 def test_no_chance_is_told_as_certain() -> None:
     assert fit_chance_text(0.953) == "95 %"
     assert fit_chance_text(1.0) == ">98 %" and fit_chance_text(0.0) == "<2 %"  # of fewer than a hundred runs
