@@ -193,6 +193,17 @@ def test_a_replica_on_another_host_costs_no_step(make: Callable[..., Run]) -> No
     assert run.all(Rank.restore) == [13] * HOSTS
 
 
+def test_what_is_newer_than_the_restored_state_is_gone(make: Callable[..., Run]) -> None:
+    run = make(SHARDED, peers=0)
+    run.all(lambda rank: rank.train(3))
+    run.ranks[1].snapshots._snapshots.drop_newest()  # it died before the others, or was outvoted
+    run.regroup()
+    assert run.all(Rank.restore) == [2] * HOSTS
+    assert all(sorted(rank.snapshots._snapshots._whole()) == [2] for rank in run.ranks)
+    run.all(lambda rank: rank.train(1))
+    assert all(sorted(rank.snapshots._snapshots._whole()) == [2, 3] for rank in run.ranks)
+
+
 def test_a_restored_snapshot_makes_room_for_new_ones(make: Callable[..., Run]) -> None:
     run = make(REPLICATED, peers=0)
     for steps in (3, 4):

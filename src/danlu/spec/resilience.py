@@ -19,7 +19,6 @@ class ResilienceConfig(SpecModel):
     """Steps between copies of the state in another host's memory, sent in the background: what a lost host costs at
     most, unless a replica of its ranks is on another host, which then costs nothing. With 0, none is sent, and a lost
     host without replicas costs the steps since the last checkpoint."""
-
     vote: bool = True
     """Compare each snapshot with those of its replicas, if there are any: a rank that differs from most of them is
     replaced, and all go back to the state before."""

@@ -141,6 +141,8 @@ class RankSnapshots:
         self.taken = number or highest  # what comes is newer than whatever is found here later
         if not number:
             return None
+        for newer in (each for each in self._slots if each.read_header().number > number):
+            newer.write_header(_Header(0, 0, 0, 0, 0, b""))  # another of that number will come, and is not this one
         slot = whole[number]
         with torch.no_grad():
             local = [local_tensor(tensor) for tensor in tensors.values()]
