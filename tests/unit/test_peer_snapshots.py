@@ -238,6 +238,7 @@ def test_two_hosts_that_keep_each_others_copies_are_one_too_many(make: Callable[
     run.regroup()
     assert run.all(Rank.restore) == [None] * HOSTS
     # What is taken after that, from a checkpoint's state on, is newer than whatever is still in memory.
+    assert {rank.snapshots._snapshots.taken for rank in run.ranks} == {13}
     run.all(lambda rank: rank.train(1))
     run.lose_host(1)
     run.regroup()
