@@ -224,7 +224,7 @@ def test_a_host_that_is_lost_while_it_sends_leaves_the_copy_before(
 
     # Its newest copies never arrive, while those of the others do: all must go back to the one before.
     monkeypatch.setattr(run.ranks[0].peers, "_send", lambda *_: setattr(run.ranks[0].peers, "error", "cut off"))
-    run.all(lambda rank: rank.train(4))
+    run.all(lambda rank: rank.train(9))
     run.lose_host(0)
     run.regroup()
     assert run.all(Rank.restore) == [10] * HOSTS
