@@ -11,7 +11,7 @@ from rich.console import Console
 
 from danlu.cli import main
 from danlu.report import ProgressDisplay, RunSummary, list_runs, summary, write_run_page
-from danlu.report.run_history import read_run_history
+from danlu.report.run_history import MAX_WARNINGS, read_run_history
 from danlu.report.run_tables import runs_table, summarize_run
 from danlu.spec import EndEvent, RunFolder, WarningEvent
 from danlu.storage import run_lock
@@ -92,6 +92,23 @@ def test_events_of_a_newer_danlu_are_skipped_counted_and_told_once(run: RunFolde
     assert "2 of kind" in history.skipped_events
     assert history.skipped_events in summarize_run(run).message
     assert "a newer Danlu wrote" in write_run_page(run).read_text()
+
+
+def test_warnings_beyond_ten_thousand_are_counted_and_everything_else_is_read(run: RunFolder) -> None:
+    warning = WarningEvent(time=1000, rank=0, message="again").model_dump_json() + "\n"
+    last = WarningEvent(time=5000, rank=0, message="the last").model_dump_json() + "\n"
+    steps = "".join(step(number).model_dump_json() + "\n" for number in range(1, 6))
+    with run.events.open("a") as events:
+        events.write(
+            started().model_dump_json() + "\n" + warning * 12_500 + steps + "no event\n" + warning * 4_000 + last
+        )
+    history = read_run_history(run)
+    assert history.warning_count == summarize_run(run).warnings == 16_501
+    assert MAX_WARNINGS <= len(history.warnings) < MAX_WARNINGS + 2_000
+    assert history.step == 5 and history.last_event == 5000
+    assert [problem.line for problem in history.problems] == [12_507]
+    said = f"{history.warnings_left_out:,} further warnings were counted and are not shown"
+    assert said in write_run_page(run).read_text()
 
 
 def test_the_terminal_shows_a_bar_and_a_line(run: RunFolder) -> None:

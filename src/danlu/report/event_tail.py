@@ -18,6 +18,8 @@ _READ_BYTES = 1 << 20
 """Bytes per read; longer than any event."""
 _PARSED_TOGETHER = 1000
 """Lines that are parsed at once: faster than one by one, but for invalid ones, whose errors are all collected first."""
+_WARNING_STARTS = (b'{"kind":"warning"', b'{"kind": "warning"')
+"""How the line of a warning starts, as Danlu writes it and as other programs do."""
 
 
 @contextmanager
@@ -36,13 +38,17 @@ class EventTail:
     """Reads a growing `events.jsonl` from where it stopped; a line still being written waits for the next call.
 
     An invalid line does not stop the reader, because the run continues all the same: it is recorded in `problems`
-    for the report. A line of a kind that only a newer Danlu knows is skipped and counted in `unknown`.
+    for the report. A line of a kind that only a newer Danlu knows is skipped and counted in `unknown`. With
+    `most_warnings`, warnings beyond so many are not parsed but counted in `warnings_left_out`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_warnings: int | None = None) -> None:
         self.path = path
+        self.most_warnings = most_warnings
         self.problems: list[Problem] = []
         self.unknown: Counter[str] = Counter()
+        self.warnings_left_out = 0
+        self._warnings = 0
         self._offset = 0
         self._line = 0
 
@@ -72,9 +78,11 @@ class EventTail:
         events: list[Event] = []
         for start in range(0, len(lines), _PARSED_TOGETHER):
             together = lines[start : start + _PARSED_TOGETHER]
+            parsed = self._without_warnings(together)
             try:
-                events += parse_events(together)
+                events += parse_events(parsed)
                 self._line += len(together)
+                self.warnings_left_out += len(together) - len(parsed)
             except ValidationError:
                 for line in together:
                     if (event := self._parse(line)) is not None:
@@ -82,6 +90,15 @@ class EventTail:
                     elif len(self.problems) >= MAX_PROBLEMS:
                         return events
         return events
+
+    def _without_warnings(self, lines: list[bytes]) -> list[bytes]:
+        """The lines without warnings, once there were enough; the last line stays, for the time that it carries."""
+        if self.most_warnings is None:
+            return lines
+        if self._warnings < self.most_warnings:
+            self._warnings += sum(line.startswith(_WARNING_STARTS) for line in lines)
+            return lines
+        return [line for line in lines[:-1] if not line.startswith(_WARNING_STARTS)] + lines[-1:]
 
     def _give_up(self) -> None:
         """A file with so many invalid lines is not an event file: reading on is useless."""

@@ -157,7 +157,7 @@ def loss_at(run: ComparedRun, step: int | None) -> float | None:
 
 def _read(run: RunFolder, label: str, is_ambiguous: bool) -> ComparedRun:
     history = read_run_history(run)
-    notes = [*map(str, history.problems), *filter(None, [history.skipped_events])]
+    notes = history.unread
     return ComparedRun(
         label=label,
         name=str(run.path) if is_ambiguous else run.name,

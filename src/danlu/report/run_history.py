@@ -27,6 +27,8 @@ from danlu.spec import (
 from danlu.spec.event import describe_unknown_events
 from danlu.storage import run_lock
 
+MAX_WARNINGS = 10_000
+"""Warnings of a run that are read; further ones are counted: a file of a million takes seconds and says no more."""
 RunState = Literal["not started", "running", "unfinished", "finished", "failed", "stopped"]
 
 
@@ -71,6 +73,8 @@ class RunHistory:
     """Lines of the event file that could not be read."""
     skipped_events: str = ""
     """How many events of which kinds were skipped because only a newer Danlu knows them; empty if none was."""
+    warnings_left_out: int = 0
+    """Warnings beyond the first `MAX_WARNINGS`, which were counted and not read."""
     lost_steps: int = 0
     """Steps that were reported, then repeated from an earlier checkpoint after a restart."""
     rewound_steps: int = 0
@@ -220,6 +224,21 @@ class RunHistory:
         return sum(samples for rewound_to, samples in self._passed_over if rewound_to < step)
 
     @property
+    def warning_count(self) -> int:
+        """All warnings, those included that were not read."""
+        return len(self.warnings) + self.warnings_left_out
+
+    @property
+    def unread(self) -> list[str]:
+        """What of the event file was not read, and why: a note each."""
+        notes = [str(problem) for problem in self.problems]
+        if self.skipped_events:
+            notes.append(self.skipped_events)
+        if self.warnings_left_out:
+            notes.append(f"{self.warnings_left_out:,} further warnings were counted and are not shown")
+        return notes
+
+    @property
     def resume_steps(self) -> list[int]:
         """Steps from which the run was resumed."""
         return [start.step for start in self.starts[1:]]
@@ -305,10 +324,11 @@ class RunHistory:
 
 def read_run_history(run: RunFolder) -> RunHistory:
     """Read the history of a run from its events so far."""
-    tail = EventTail(run.events)
+    tail = EventTail(run.events, most_warnings=MAX_WARNINGS)
     history = RunHistory()
     history.add(tail.poll())
     history.problems = tail.problems
     history.skipped_events = describe_unknown_events(tail.unknown)
+    history.warnings_left_out = tail.warnings_left_out
     history.is_running = run_lock.read_holder(run) is not None
     return history

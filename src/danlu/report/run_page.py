@@ -31,7 +31,7 @@ def write_run_page(run: RunFolder) -> Path:
     recipe = _read(run.recipe, load_recipe, notes)
     plan = _read(run.plan, load_plan, notes)
     cluster = _read(run.cluster, lambda path: load_cluster(str(path)), notes) if run.cluster.exists() else None
-    notes += [*(str(problem) for problem in history.problems), *filter(None, [history.skipped_events])]
+    notes += history.unread
     samples, unreadable = read_samples(run)
     notes += unreadable
     if history.mfu is not None and history.mfu > 1:

@@ -168,7 +168,7 @@ def summarize_run(run: RunFolder, history: RunHistory | None = None) -> RunSumma
         lost_steps=history.lost_steps,
         spikes=len(history.spikes),
         rewound_steps=history.rewound_steps,
-        warnings=len(history.warnings),
+        warnings=history.warning_count,
         mixture=_mixture(recipe),
         message="; ".join(
             [*([history.end.message] if history.end and history.end.message else []), *errors, *unreadable]
@@ -295,11 +295,10 @@ def _summary_rows(run: RunFolder, history: RunHistory) -> list[tuple[str, str]]:
     if history.spikes:
         rows.append(("spikes", format_spike_totals(history.spikes)))
     if history.warnings:
-        rows.append(("warnings", f"{len(history.warnings):,}"))
+        rows.append(("warnings", f"{history.warning_count:,}"))
     if history.end and history.end.message:
         rows.append(("message", escape(history.end.message)))
-    unread = [*map(str, history.problems), *filter(None, [history.skipped_events])]
-    rows += [("unreadable", escape(note)) for note in unread]
+    rows += [("not read", escape(note)) for note in history.unread]
     if run.report.exists():
         rows.append(("page", escape(str(formatting.relative_path(run.report)))))
     return rows
