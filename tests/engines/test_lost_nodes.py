@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from namespaces import supernodes, why_not
 
 from danlu.scheduler import read_ranks
-from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StartEvent, StepEvent
+from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StartEvent, StepEvent, WarningEvent
 
 pytestmark = pytest.mark.timeout(400)
 RECIPE = """
@@ -144,11 +144,20 @@ def test_a_job_that_may_not_shrink_is_requeued_and_resumes(nodes: SlurmNodes, tm
 
 
 @pytest.mark.full
-def test_a_job_whose_coordinator_was_killed_is_requeued_and_resumes(nodes: SlurmNodes, tmp_path: Path) -> None:
+def test_a_coordinator_that_was_killed_is_replaced_and_the_run_goes_on(nodes: SlurmNodes, tmp_path: Path) -> None:
     run = launched(nodes, tmp_path, "--spares", "1")
+    ranks = read_ranks(run.path)
     found = subprocess.run(["pgrep", "-f", f"slurm-coordinate {run.path}"], capture_output=True, text=True, check=True)
     for pid in found.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
-    wait_for_step(run, last_step(run) + 20, seconds=240)
-    assert read_ranks(run.path).restart == 1
+    wait_for_step(run, last_step(run) + 20, seconds=60)
+    deadline = time.monotonic() + 60
+    while not any(isinstance(event, WarningEvent) and "took over" in event.message for event in events(run)):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    assert len([event for event in events(run) if isinstance(event, StartEvent)]) == 1, "no rank has noticed"
+    nodes.power_off(ranks.nodes[1])
+    wait_for_step(run, last_step(run) + 30)
+    (found,) = (event for event in events(run) if isinstance(event, RecoveryEvent))
+    assert found.ranks == (1,) and ranks.nodes[1] in found.cause and read_ranks(run.path).restart == 0
     danlu(nodes, tmp_path, "stop", "lost-nodes")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
-from danlu.comm.store_client import StoreClient, StoreError
+from danlu.comm.store_client import LastingStoreClient, StoreClient, StoreError
 from danlu.comm.store_server import StoreServer
 from danlu.scheduler import coordinator as coordinating
 from danlu.scheduler.coordinator import Coordinator
@@ -49,7 +49,7 @@ class PlayedAgent:
         self.ranks: dict[int, RankStatus] = {}
         self.changes: dict[str, object] = {}
         self.is_on = True
-        self._store = StoreClient(control, TOKEN, 0, 10.0)
+        self._store = LastingStoreClient(control, TOKEN, 10.0, silence=5.0, absence=20.0)
         self._thread = threading.Thread(target=self._play, daemon=True)
         self._thread.start()
 
@@ -83,6 +83,10 @@ class PlayedAgent:
         self.ranks[rank] = self.ranks[rank].model_copy(update={"code": code, "why": f"rank {rank} ended with {code}"})
 
 
+class KilledError(Exception):
+    """Stands for a signal that ends the coordinator."""
+
+
 class Job:
     """A coordinator of two nodes of two ranks, and a third node that waits."""
 
@@ -90,20 +94,35 @@ class Job:
         (folder / "recipe.toml").write_text(RECIPE + recipe)
         (folder / "plan.toml").write_text("[degrees]\nreplicate = 2\nshard = 2\n")
         control, store = free_endpoints()
-        ranks = RankMap(
+        self.ranks = RankMap(
             job=1, restart=0, nodes=("a", "b"), tasks_per_node=2, store=store, spares=("c",), control=control, remark=""
         )
         self.run = RunFolder(folder)
-        self.coordinator = Coordinator(self.run, ranks, TOKEN, "127.0.0.1", restarts=5)
+        self.start_coordinator()
         self.agents = {name: PlayedAgent(name, control) for name in "abc"}
         self.code: int | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
         self.until(lambda: all(len(self.agents[name].ranks) == 2 for name in "ab"))
         time.sleep(0.3)
 
+    def start_coordinator(self) -> None:
+        self.coordinator = Coordinator(self.run, self.ranks, TOKEN, "127.0.0.1", restarts=5)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
-        self.code = self.coordinator.run_to_end()
+        with suppress(KilledError):
+            self.code = self.coordinator.run_to_end()
+
+    def kill_coordinator(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It does nothing any more from here on: no order, no farewell."""
+
+        def die(*_: object) -> None:
+            raise KilledError
+
+        monkeypatch.setattr(self.coordinator, "_give", die)
+        monkeypatch.setattr(self.coordinator, "_poll", die)
+        self._thread.join()
+        self.coordinator.close()
 
     def until(self, condition: object, seconds: float = 15.0) -> None:
         assert callable(condition)
@@ -206,8 +225,61 @@ def test_a_rank_that_hangs_on_any_node_is_killed_and_replaced(job: Job) -> None:
     assert job.agents["b"].orders[2].start == ((2, 0),)
 
 
-def test_an_agent_without_a_coordinator_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("danlu.scheduler.node_agent.AGENT_LEASE_SECONDS", LEASE)
+def test_another_coordinator_takes_over_and_knows_what_was_decided(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.agents["b"].end(3, -9)
+    job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
+    job.kill_coordinator(monkeypatch)
+    for agent in job.agents.values():
+        agent.changes["step"] = 41
+    job.agents["a"].end(0, -9)  # nobody sees it now
+    job.start_coordinator()
+    job.until(lambda: all(len(job.agents[name].orders) == 3 for name in "ab"))
+    order = RegroupOrder.from_json(job.agents["b"].orders[2].regroup)
+    assert order.generation == 2 and order.ranks == (0,)
+    assert job.agents["a"].orders[2].start == ((0, 0),)
+    assert [fault.ranks for fault in job.coordinator.recovery.faults] == [(3,), (0,)]
+    assert any(isinstance(event, WarningEvent) and "took over" in event.message for event in job.run.read_events())
+    assert job.finish() == 0
+
+
+def test_an_order_that_nobody_had_read_is_given_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: object) -> None:
+        raise KilledError
+
+    monkeypatch.setattr(job.coordinator._control, "put", die)  # it is killed once the decision is written down
+    job.agents["b"].end(3, -9)
+    job.kill_coordinator(monkeypatch)
+    job.start_coordinator()
+    job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
+    assert job.agents["b"].orders[1].start == ((3, 1),)
+    assert job.finish() == 0
+    assert len(job.coordinator.recovery.faults) == 1, "the same fault is not handled twice"
+
+
+def test_a_node_that_was_lost_with_the_coordinator_is_replaced_by_the_next_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.kill_coordinator(monkeypatch)
+    job.agents["b"].is_on = False
+    job.start_coordinator()
+    job.until(lambda: len(job.agents["c"].orders) == 1)
+    assert job.agents["c"].orders[0].start == ((2, 0), (3, 1))
+
+
+def test_the_coordinator_of_a_requeued_job_starts_afresh(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.kill_coordinator(monkeypatch)
+    job.ranks = job.ranks.model_copy(update={"restart": 1})
+    job.start_coordinator()
+    assert job.coordinator._taken_over is None and job.coordinator.recovery.generation == 0
+
+
+@pytest.mark.parametrize("lost", ["nobody serves there", "the host is silent"])
+def test_an_agent_without_a_coordinator_ends_its_ranks(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absence, silence = (LEASE, 60.0) if lost == "nobody serves there" else (60.0, LEASE)
+    monkeypatch.setattr("danlu.scheduler.node_agent.AGENT_LEASE_SECONDS", silence)
+    monkeypatch.setattr("danlu.scheduler.node_agent.COORDINATOR_SECONDS", absence)
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), TOKEN)
     agent = NodeAgent(RunFolder(tmp_path), "a", server.address, TOKEN, 1, 1, ())
     watcher = StoreClient(server.address, TOKEN, 0, 5.0)
@@ -218,6 +290,9 @@ def test_an_agent_without_a_coordinator_ends_its_ranks(tmp_path: Path, monkeypat
         watcher.set(order_key("a", 1), NodeOrder(start=((0, 0),), endpoint="127.0.0.1:1").model_dump_json())
         time.sleep(0.5)
         began.set()
+        if lost == "the host is silent":
+            server._loop.call_soon_threadsafe(time.sleep, 4 * LEASE)
+            time.sleep(3 * LEASE)
         server.close()
 
     thread = threading.Thread(target=end)

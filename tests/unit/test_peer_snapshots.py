@@ -255,6 +255,25 @@ def test_a_damaged_copy_is_not_restored_by_anybody(make: Callable[..., Run]) -> 
     copy.write_bytes(raw)
     run.regroup()
     assert run.all(Rank.restore) == [None] * HOSTS
+    (said,) = run.warnings
+    assert "memory of another host was not read" in said and "what arrived is damaged" in said
+
+
+def test_a_host_that_is_lost_while_others_read_from_it_is_named(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(SHARDED, peers=5)
+    run.all(lambda rank: rank.train(6))
+    run.lose_host(1)
+    run.regroup()
+
+    def fail(self: PeerSnapshots, place: tuple[str, str], into: memoryview) -> None:
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(PeerSnapshots, "read_into", fail)
+    assert run.all(Rank.restore) == [None] * HOSTS
+    (said,) = run.warnings
+    assert said.endswith("connection reset")
 
 
 def test_a_copy_that_is_still_under_way_is_waited_for_by_nobody(

@@ -26,8 +26,15 @@ _WAIT_MILLISECONDS = 1000
 """Longest piece: other threads get their turn between two."""
 
 
+_RECONNECT_SECONDS = 0.1
+
+
 class StoreError(RuntimeError):
     """A store cannot be reached, does not know the token, or refuses; the message says which."""
+
+
+class StoreClosedError(StoreError):
+    """Nobody serves the store, on a host that answers: the server has ended, and another may take its place."""
 
 
 class StoreClient:
@@ -88,7 +95,8 @@ class StoreClient:
                 code, answer = self._receive(self._connection)
             except (OSError, ChannelError) as error:
                 self._connection.close()
-                raise StoreError(f"the store at {self.endpoint} does not answer: {error}") from None
+                kind = StoreClosedError if isinstance(error, ConnectionError) else StoreError
+                raise kind(f"the store at {self.endpoint} does not answer: {error}") from None
         if code == Reply.REFUSED:
             raise StoreError(f"the store at {self.endpoint} refused: {answer[0].decode(errors='replace')}")
         if code == Reply.STALE:
@@ -110,7 +118,8 @@ class StoreClient:
                 return self._greet(connection)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise StoreError(
+                    kind = StoreClosedError if isinstance(error, ConnectionError) else StoreError
+                    raise kind(
                         f"the store at {self.endpoint} must be reached within {seconds:.0f} s, "
                         f"but: {error} (is rank 0 running, and does it have the same token?)"
                     ) from None
@@ -141,6 +150,37 @@ class StoreClient:
         header = _receive_exactly(connection, HEADER_BYTES)
         body = _receive_exactly(connection, body_length(header))
         return decode_fields(self._theirs.open(header, body))
+
+
+class LastingStoreClient(StoreClient):
+    """Connects again to a server that takes another's place, and asks again: for what may be asked twice."""
+
+    def __init__(self, endpoint: str, token: bytes, seconds: float, *, silence: float, absence: float) -> None:
+        """A host that does not answer for `silence` seconds is lost; one on which nobody serves for `absence` is too.
+
+        The first is the shorter: while a host says that nobody serves there, nobody can give orders from there.
+        """
+        self._silence, self._absence = silence, absence
+        super().__init__(endpoint, token, 0, seconds, answer_seconds=silence)
+
+    def ask(self, request: Request, *fields: str | bytes) -> list[bytes] | None:
+        """The fields of the answer; None if what was asked for is missing."""
+        deadline = time.monotonic() + self._absence
+        while True:
+            try:
+                return super().ask(request, *fields)
+            except StoreClosedError:
+                self._connect_again(deadline)
+
+    def _connect_again(self, deadline: float) -> None:
+        while True:
+            try:
+                self._connection = self._connect(0.0)
+                return
+            except StoreClosedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RECONNECT_SECONDS)
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:

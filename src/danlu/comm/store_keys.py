@@ -17,6 +17,8 @@ class StoreKeys(dict[bytes, bytes]):
         super().__init__()
         self._size = 0
         self._waiters: dict[bytes, set[asyncio.Future[None]]] = {}
+        self.written: dict[bytes, bytes] | None = None
+        """What was put since it was last taken; None if nobody takes it."""
 
     def put(self, key: bytes, value: bytes) -> None:
         """Set a key and wake who waits for it; `ValueError` if the store is full."""
@@ -27,6 +29,8 @@ class StoreKeys(dict[bytes, bytes]):
         if grown > MAX_TOTAL_BYTES or (before is None and len(self) >= MAX_KEYS):
             raise ValueError(f"the store is full: {len(self):,} keys, {self._size:,} bytes")
         self[key], self._size = value, grown
+        if self.written is not None:
+            self.written[key] = value
         for waiter in self._waiters.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(None)

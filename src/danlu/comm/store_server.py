@@ -4,8 +4,10 @@ import asyncio
 import atexit
 import socket
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from typing import TypeVar
 
 from danlu.comm.store_channel import (
     HEADER_BYTES,
@@ -22,6 +24,7 @@ from danlu.comm.store_channel import (
 )
 from danlu.comm.store_keys import StoreKeys
 
+Result = TypeVar("Result")
 HANDSHAKE_SECONDS = 5.0
 """A connection that has not proven to know the token by then is closed."""
 MAX_UNPROVEN = 4096
@@ -78,17 +81,40 @@ class StoreServer:
 
     def advance(self, generation: int) -> None:
         """From now on serve a later generation, which finds no keys; connections of earlier ones are closed."""
-        done = threading.Event()
 
         def change() -> None:
             self.generation = max(generation, self.generation)
             self._keys = StoreKeys()
             for client in self._clients:
                 client.close()
-            done.set()
 
-        self._loop.call_soon_threadsafe(change)
-        done.wait()
+        self._in_loop(change)
+
+    def put(self, values: Mapping[str, str]) -> None:
+        """Set keys from this process."""
+
+        def change() -> None:
+            for key, value in values.items():
+                self._keys.put(key.encode(), value.encode())
+
+        self._in_loop(change)
+
+    def take_written(self) -> dict[str, bytes]:
+        """The keys that were set since the last call, with their values; the first call finds none."""
+
+        def change() -> dict[bytes, bytes]:
+            written, self._keys.written = self._keys.written, {}
+            return written or {}
+
+        return {key.decode(): value for key, value in self._in_loop(change).items()}
+
+    def _in_loop(self, change: Callable[[], Result]) -> Result:
+        """Carry out a change in the thread that serves, and wait for it."""
+
+        async def carry_out() -> Result:
+            return change()
+
+        return asyncio.run_coroutine_threadsafe(carry_out(), self._loop).result()
 
     def close(self) -> None:
         """Stop serving and close every connection, after what was asked so far is answered."""
@@ -99,10 +125,12 @@ class StoreServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
         try:
             self._loop.run_forever()
         finally:
+            server.close()
+            self._loop.run_until_complete(asyncio.sleep(_LINGER_SECONDS))  # connections that are half accepted
             for task in (tasks := asyncio.all_tasks(self._loop)):
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))

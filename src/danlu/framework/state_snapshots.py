@@ -107,6 +107,8 @@ class StateSnapshots:
     def restore(self, state: TrainState) -> bool:
         """Go back to the newest state that every rank can have; whether there is one. Called by all ranks together."""
         scalars = self._snapshots.restore(state.tensors(), self._world, self._peers)
+        if self._snapshots.fetch_error:
+            self._warn(f"a snapshot in the memory of another host was not read, {self._snapshots.fetch_error}")
         if scalars is None:
             return False
         state.restore_scalars(scalars)

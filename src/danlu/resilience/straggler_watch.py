@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from danlu.resilience.diagnosis import RankView, diagnose
 from danlu.resilience.progress_watch import STEP_PHASES
 
-LOOKS = 300
-"""Looks at the run after which something is said about it: one that costs a sixth of the time is then seen 50 times."""
-SLOW_SHARE = 0.08
+LOOKS = 450
+"""Looks at the run after which something is said about it: one that costs a ninth of the time is then seen 50 times."""
+SLOW_SHARE = 0.07
 """Share of the others' time that they must have waited for a rank before it is called slow."""
 SLOW_FACTOR = 3.0
 """How many times as long as for its peers."""

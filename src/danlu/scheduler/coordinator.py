@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from danlu.comm.launcher_link import RegroupOrder
-from danlu.comm.store_client import StoreClient
 from danlu.comm.store_server import StoreServer
 from danlu.resilience.diagnosis import Cause, Culprit, Diagnosis
 from danlu.resilience.policy import Means
 from danlu.resilience.straggler_watch import SlowRank
+from danlu.scheduler.coordinator_state import CoordinatorState, load_state, save_state
 from danlu.scheduler.launcher import record_warning
-from danlu.scheduler.node_messages import NODE_LEASE_SECONDS, NodeOrder, NodeStatus, RankStatus, order_key, status_key
+from danlu.scheduler.node_messages import NODE_LEASE_SECONDS, NodeOrder, NodeStatus, RankStatus, node_of, order_key
 from danlu.scheduler.rank_failure import read_failure
 from danlu.scheduler.rank_map import RankMap
 from danlu.scheduler.recovery import Recovery
@@ -33,14 +33,18 @@ class Node:
     def __init__(self, name: str) -> None:
         self.name = name
         self.status: NodeStatus | None = None
+        self.ranks: dict[int, RankStatus] = {}
         self.heard_at = time.monotonic()
         self.is_lost = False
         self.orders = 0
+        self.patience = _START_SECONDS
+        """Seconds after which it counts as lost if it was never heard of."""
 
     def hear(self, status: NodeStatus) -> None:
         """Take in a status; an old one says nothing."""
         if self.status is None or status.number > self.status.number:
             self.status, self.heard_at = status, time.monotonic()
+            self.ranks = {each.rank: each for each in status.ranks}
 
 
 class Coordinator:
@@ -49,18 +53,21 @@ class Coordinator:
     def __init__(self, run: RunFolder, ranks: RankMap, token: bytes, host: str, restarts: int) -> None:
         """`host` is this node's address, on which the stores of agents and of ranks listen."""
         self.run, self.ranks = run, ranks
-        self._stores = [_serve(endpoint, host, token) for endpoint in (ranks.control, ranks.store)]
-        self._control = StoreClient(ranks.control, token, 0, 30.0)
+        self._control, self._rendezvous = (_serve(endpoint, host, token) for endpoint in (ranks.control, ranks.store))
+        self._control.take_written()
         self._nodes = {name: Node(name) for name in (*ranks.nodes, *ranks.spares)}
         self._lay_out(ranks.nodes, 0)
+        self._unread: dict[tuple[str, int], NodeOrder] = {}
+        """Orders that may not have been carried out yet, by node and number."""
         self._recipe, self._plan = load_recipe(run.recipe), load_plan(run.plan)
         self._cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         self.generation = 0
         self.stop_requested = False
         self.watch = AgentReports(self)
-        self._started_at, self._began = time.time(), time.monotonic()
+        self._started_at = time.time()
         self._deadline = float("inf")
-        self.recovery = Recovery(self, restarts)
+        self._taken_over = load_state(run.path, ranks)
+        self.recovery = Recovery(self, restarts, self._taken_over.recovery if self._taken_over else None)
 
     def _lay_out(self, nodes: Sequence[str], generation: int) -> None:
         """Give the nodes their ranks, from 0 on, all of them new processes."""
@@ -76,35 +83,75 @@ class Coordinator:
 
     def run_to_end(self) -> int:
         """Start the ranks, keep them going, and return 0 once all have ended well."""
-        for number, node in enumerate(self.ranks.nodes):
-            each = self.ranks.tasks_per_node
-            start = tuple((number * each + local, local) for local in range(each))
-            self._order(node, NodeOrder(endpoint=self.ranks.store, start=start, world_size=len(self._place)))
+        if self._taken_over:
+            self._take_over(self._taken_over)
+        else:
+            self._start_all()
         try:
             while any(process.poll() is None for process in self.processes):
                 self._poll()
                 time.sleep(_POLL_SECONDS)
         finally:
-            for name in self._nodes:
-                self._order(name, NodeOrder(leave=True))
+            self._give(dict.fromkeys(self._nodes, NodeOrder(leave=True)))
             time.sleep(2 * _POLL_SECONDS)  # agents take their leave
         return int(any(process.returncode for process in self.processes))
+
+    def _start_all(self) -> None:
+        each, orders = self.ranks.tasks_per_node, dict[str, NodeOrder]()
+        for number, node in enumerate(self.ranks.nodes):
+            start = tuple((number * each + local, local) for local in range(each))
+            orders[node] = NodeOrder(endpoint=self.ranks.store, start=start, world_size=len(self._place))
+        self._give(orders)
+
+    def _take_over(self, state: CoordinatorState) -> None:
+        """Go on from what another coordinator has decided: agents have kept the ranks, and connect again."""
+        self.generation, self._started_at = state.recovery.generation, state.started_at
+        self._place = dict(enumerate(state.place))
+        self._generation_of_start = dict(enumerate(state.started_in))
+        self.processes = [RemoteRank(self, rank) for rank in sorted(self._place)]
+        for node in self._nodes.values():
+            node.orders, node.is_lost = state.orders[node.name], node.name in state.lost_nodes
+            node.patience = NODE_LEASE_SECONDS
+        self._rendezvous.advance(self.generation)
+        for name, number, order in state.unread:
+            self._unread[name, number] = order
+        self._control.put({order_key(*key): order.model_dump_json() for key, order in self._unread.items()})
+        record_warning(self.run, 0, "the coordinator of the job was killed, and another one took over")
+
+    @property
+    def _state(self) -> CoordinatorState:
+        nodes = self._nodes.values()
+        return CoordinatorState(
+            job=self.ranks.job,
+            restart=self.ranks.restart,
+            started_at=self._started_at,
+            place=tuple(self._place[rank] for rank in sorted(self._place)),
+            started_in=tuple(self._generation_of_start[rank] for rank in sorted(self._place)),
+            lost_nodes=tuple(node.name for node in nodes if node.is_lost),
+            orders={node.name: node.orders for node in nodes},
+            unread=tuple((name, number, order) for (name, number), order in self._unread.items()),
+            recovery=self.recovery.state,
+        )
 
     def close(self) -> None:
         """Stop serving."""
         self._control.close()
-        for store in self._stores:
-            store.close()
+        self._rendezvous.close()
 
     def hear(self) -> None:
         """Take in what agents have written, and who is silent."""
-        for node in self._nodes.values():
-            if (raw := self._control.get(status_key(node.name))) is not None:
+        for key, raw in self._control.take_written().items():
+            if (node := self._nodes.get(node_of(key))) is not None:
                 node.hear(NodeStatus.model_validate_json(raw))
-            patience = NODE_LEASE_SECONDS if node.status else _START_SECONDS
+        for node in self._nodes.values():
+            patience = NODE_LEASE_SECONDS if node.status else node.patience
             if not node.is_lost and time.monotonic() - node.heard_at > patience:
                 node.is_lost = True
                 record_warning(self.run, 0, f"node {node.name} was not heard of for {patience:.0f} s: it is lost")
+        carried_out = {node.name: node.status.order for node in self._nodes.values() if node.status}
+        self._unread = {
+            (name, number): order for (name, number), order in self._unread.items() if number > carried_out.get(name, 0)
+        }
 
     def _poll(self) -> None:
         self.hear()
@@ -126,9 +173,8 @@ class Coordinator:
 
     def status_of(self, rank: int) -> RankStatus | None:
         """The newest about a rank; None if nothing is known yet about the process that has its place now."""
-        node = self._nodes[self._place[rank]]
-        found = [each for each in node.status.ranks if each.rank == rank] if node.status else []
-        return found[0] if found and found[0].generation == self._generation_of_start[rank] else None
+        found = self._nodes[self._place[rank]].ranks.get(rank)
+        return found if found and found.generation == self._generation_of_start[rank] else None
 
     def _is_current(self, rank: int) -> bool:
         """Whether the newest status was written after the newest order: phases before that are of an earlier world."""
@@ -171,11 +217,11 @@ class Coordinator:
         """Say that no order will come; others are given by `replace`."""
         assert order is None
         if rank % self.ranks.tasks_per_node == 0:
-            self._order(self._place[rank], NodeOrder(refuse=True))
+            self._give({self._place[rank]: NodeOrder(refuse=True)})
 
     def kill(self, rank: int) -> None:
         """Have a rank killed."""
-        self._order(self._place[rank], NodeOrder(kill=(rank,)))
+        self._give({self._place[rank]: NodeOrder(kill=(rank,))})
 
     @property
     def means(self) -> Means:
@@ -225,7 +271,7 @@ class Coordinator:
     def replace(self, ranks: Sequence[int], order: RegroupOrder, host: str = "") -> None:
         """Start new processes in the place of ranks that have ended, and order the others to join them."""
         self.generation = order.generation
-        self._stores[1].advance(order.generation)
+        self._rendezvous.advance(order.generation)
         if order.resized:
             used = dict.fromkeys(self._place.values())  # in order of ranks
             alive = [name for name in (*used, *self._nodes) if not self._nodes[name].is_lost]
@@ -234,16 +280,29 @@ class Coordinator:
             if self._nodes[self._place[rank]].is_lost:
                 self._place[rank] = host
             self._generation_of_start[rank] = order.generation
-        for name in sorted(set(self._place.values())):
-            here = sorted(rank for rank in self._place if self._place[rank] == name)
-            start = tuple((rank, rank % self.ranks.tasks_per_node) for rank in here if rank in ranks)
-            regroup, world_size = order.to_json(), len(self._place)
-            self._order(name, NodeOrder(endpoint=order.endpoint, regroup=regroup, start=start, world_size=world_size))
+        start: dict[str, list[tuple[int, int]]] = {name: [] for name in sorted(set(self._place.values()))}
+        for rank in sorted(ranks):
+            start[self._place[rank]].append((rank, rank % self.ranks.tasks_per_node))
+        regroup, size = order.to_json(), len(self._place)
+        self._give(
+            {
+                name: NodeOrder(endpoint=order.endpoint, regroup=regroup, start=tuple(new), world_size=size)
+                for name, new in start.items()
+            }
+        )
 
-    def _order(self, name: str, order: NodeOrder) -> None:
-        node = self._nodes[name]
-        node.orders += 1
-        self._control.set(order_key(name, node.orders), order.model_dump_json())
+    def _give(self, orders: dict[str, NodeOrder]) -> None:
+        """Give nodes their next orders, after they are written down."""
+        for name, order in orders.items():
+            self._nodes[name].orders += 1
+            self._unread[name, self._nodes[name].orders] = order
+        try:
+            save_state(self.run.path, self._state)
+        except OSError as error:  # a full disk: the run matters more
+            record_warning(self.run, 0, f"no other coordinator could take over, its state was not saved: {error}")
+        self._control.put(
+            {order_key(name, self._nodes[name].orders): order.model_dump_json() for name, order in orders.items()}
+        )
 
 
 class RemoteRank:

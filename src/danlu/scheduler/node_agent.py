@@ -1,7 +1,7 @@
 """The agent of a node: starts the ranks that the coordinator of the job wants there, and reports how they are.
 
 It outlives its ranks and never decides anything, but for one thing: when it does not reach the coordinator any more, it
-kills its ranks, because others will take their places.
+kills its ranks, because others will take their places. Where the coordinator was killed, it waits for the next one.
 """
 
 import queue
@@ -14,12 +14,13 @@ from typing import Any
 from danlu.comm.flight_record import read_flights, remove_flights, remove_snapshots
 from danlu.comm.interfaces import interface_of
 from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
-from danlu.comm.store_client import StoreClient, StoreError
+from danlu.comm.store_client import LastingStoreClient, StoreError
 from danlu.resilience.describe import describe_slow_rank
 from danlu.resilience.host_watch import HostWatch
 from danlu.scheduler.host_ranks import HostRanks
 from danlu.scheduler.node_messages import (
     AGENT_LEASE_SECONDS,
+    COORDINATOR_SECONDS,
     STATUS_SECONDS,
     NodeOrder,
     NodeStatus,
@@ -51,7 +52,7 @@ class NodeAgent:
         """`control` is the endpoint of the coordinator's store."""
         self.run, self.node = run, node
         self._store, self._orders_store = (
-            StoreClient(control, token, 0, seconds, answer_seconds=AGENT_LEASE_SECONDS)
+            LastingStoreClient(control, token, seconds, silence=AGENT_LEASE_SECONDS, absence=COORDINATOR_SECONDS)
             for seconds in (_CONNECT_SECONDS, AGENT_LEASE_SECONDS)
         )
         self._ranks = HostRanks(

@@ -6,6 +6,8 @@ from danlu.spec.description import SpecModel, TupleOf
 
 AGENT_LEASE_SECONDS = 5.0
 """An agent that has not reached the store for so long kills its ranks: others may take their places soon."""
+COORDINATOR_SECONDS = 60.0
+"""How long an agent waits for another coordinator where one was killed: the node answers, but nobody serves there."""
 NODE_LEASE_SECONDS = 8.0
 """A node that was not heard of for so long is lost; longer than the other, so that its ranks are surely gone."""
 STATUS_SECONDS = 1.0
@@ -75,6 +77,12 @@ class NodeOrder(SpecModel):
 def status_key(node: str) -> str:
     """Where a node's newest status is."""
     return f"status/{node}"
+
+
+def node_of(key: str) -> str:
+    """The node whose status a key is for; empty for other keys."""
+    kind, _, node = key.partition("/")
+    return node if kind == "status" else ""
 
 
 def order_key(node: str, number: int) -> str:

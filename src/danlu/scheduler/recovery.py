@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
@@ -130,25 +131,44 @@ class RecoverableRanks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RecoveryState:
+    """What must be known to go on deciding for ranks that run already."""
+
+    generation: int = 0
+    faults: tuple[Fault, ...] = ()
+    start_seconds: float = 0.0
+    """How long the first start took; 0 before it is over."""
+    has_started: bool = False
+    """Whether the ranks have trained before."""
+    plan: str = ""
+    """Of the ranks that are left, as JSON, if they are fewer than at first."""
+
+
 class Recovery:
     """Looks at the ranks of a launch now and then, and carries out what the policy decides."""
 
-    def __init__(self, ranks: RecoverableRanks, restarts: int) -> None:
+    def __init__(self, ranks: RecoverableRanks, restarts: int, state: RecoveryState | None = None) -> None:
         """Without `restarts` it only says who hangs."""
-        self.generation = 0
-        self.faults: list[Fault] = []
+        state = state or RecoveryState()
+        self.generation = state.generation
+        self.faults: list[Fault] = list(state.faults)
         self.reason = ""
         """Why the run is not recovered any more; empty while it is."""
         self._ranks, self._restarts = ranks, restarts
         self._killed: dict[int, str] = {}
         """Ranks that were killed from here, and why."""
         self._started_at = self._ordered_at = time.monotonic()
-        self._start_seconds = 0.0
-        """How long the first start took; 0 before it is over."""
+        self._start_seconds = state.start_seconds
         self._lost_since: float | None = None
-        self._plan = ""
-        """Of the ranks that are left, as JSON, if they are fewer than at first."""
-        self._is_ready = self._has_started = False
+        self._plan = state.plan
+        self._is_ready, self._has_started = False, state.has_started
+
+    @property
+    def state(self) -> RecoveryState:
+        """For whoever takes over."""
+        faults = tuple(self.faults)
+        return RecoveryState(self.generation, faults, self._start_seconds, self._has_started, self._plan)
 
     def look(self, *, recover: bool = True) -> None:
         """Say who hangs; replace who is lost or hangs, unless the run is to end anyway."""
@@ -176,6 +196,9 @@ class Recovery:
             self._is_ready = True
             self._start_seconds = self._start_seconds or now - self._started_at
             self._ranks.watch.restart()
+            return
+        if recover and self._network_is_broken():
+            self._handle(self._network_fault("connections between ranks broke while they started"))
             return
         if self._ranks.is_importing:
             self._ordered_at = now

@@ -27,6 +27,10 @@ _RESERVED_OPTIONS = {
 """Options of sbatch that `danlu launch` sets itself, and where the user sets them."""
 
 
+_COORDINATORS = 20
+"""Coordinators of one start of a job: as many as this are not killed by chance."""
+
+
 class SlurmJob(SpecModel):
     """Contents of the batch script."""
 
@@ -103,11 +107,16 @@ def _render_with_agents(job: SlurmJob, python: str, run: str, output: str) -> st
         job,
         f"{python} -m danlu slurm-ranks {run} --lock 9 --spares {job.spares}",
         " \\\n    ".join(srun),
-        f"{python} -m danlu slurm-coordinate {run} || code=$?",
+        "# Ranks and agents outlive a coordinator that is killed: the next one takes over from its file.",
+        f"for attempt in $(seq {_COORDINATORS}); do",
+        "    code=0",
+        f"    {python} -m danlu slurm-coordinate {run} || code=$?",
+        '    if [ "$code" -lt 128 ]; then break; fi',
+        "done",
         "# Agents have been told to leave; a node that is lost would be waited for.",
         "kill %1 2>/dev/null || :",
         "wait || :",
-        "# The coordinator was killed, and the agents have ended their ranks: start again, from the newest checkpoint.",
+        "# One after the other was killed, and the agents have ended their ranks: start again, from the checkpoint.",
         'if [ "$code" -ge 128 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
     )
 

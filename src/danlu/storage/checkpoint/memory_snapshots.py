@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -78,6 +77,8 @@ class RankSnapshots:
         ]
         self.taken = 0
         """Number of the newest snapshot of the run, as far as this rank knows."""
+        self.fetch_error = ""
+        """Why a snapshot in another host's memory could not be restored, with that host; empty if none was needed."""
 
     def take(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Copy the state; when this returns, it outlives this process."""
@@ -136,6 +137,8 @@ class RankSnapshots:
             if number and number not in whole:
                 self._fetch(peers, elsewhere[number])
                 whole = self._whole()
+                if number not in whole:
+                    self.fetch_error = self.fetch_error or f"{elsewhere[number][0]}: what arrived is damaged"
             if world.any_rank(number not in whole):  # the only copy is damaged, or its host has just died too
                 number = 0
         self.taken = number or highest  # what comes is newer than whatever is found here later
@@ -155,8 +158,10 @@ class RankSnapshots:
         """Read a snapshot from another host's memory; one that does not arrive is not whole."""
         slot = self._slots[self._oldest_slot()]
         slot.write_header(_Header(0, 0, 0, 0, 0, b""))
-        with suppress(OSError):
+        try:
             peers.read_into(place, slot.view)
+        except OSError as error:
+            self.fetch_error = f"{place[0]}: {error}"
 
     def _oldest_slot(self) -> int:
         """The slot whose content is worth least."""
