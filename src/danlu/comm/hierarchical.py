@@ -1,0 +1,187 @@
+"""Collectives over the levels of a network, out of the chip's own collectives inside each level.
+
+What a flat collective sends over a trimmed trunk once for every rank, these send once for every block of ranks: an
+all-reduce reduces inside a block first, and every rank takes its own share of the result over the trunk. An all-to-all
+sends the same bytes, in few large messages instead of many small ones. Results are those of the flat collectives, in
+the same order; sums are taken in another order, so that they may differ in the last bits.
+
+`pieces` above 1 split a tensor, and one piece passes an outer level while the next passes the inner one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from danlu import torch_compat
+from danlu.comm.level_groups import Level, LevelGroups
+
+_WITHOUT_REDUCE_SCATTER = ("gloo",)
+"""Backends that reduce the whole tensor on all ranks and throw away the rest: twice the bytes."""
+
+
+def all_reduce(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> None:
+    """Sum a contiguous tensor over all ranks, in place."""
+    if not over.levels or not tensor.numel():
+        return
+    inner, *outer = over.levels
+    if not outer:
+        dist.all_reduce(tensor, group=inner.group)
+        return
+    flat = tensor.view(-1)
+    share = -(-flat.numel() // (pieces * inner.size))
+    padded = flat if share * pieces * inner.size == flat.numel() else _padded(flat, share * pieces * inner.size)
+    rest = LevelGroups(tuple(outer))
+    under_way = []
+    for piece in padded.view(pieces, -1):
+        mine = _reduce_scatter_level(piece, inner)
+        under_way.append((piece, mine, _begin_all_reduce(mine, rest)))
+    for piece, mine, work in under_way:
+        if work is not None:
+            work.wait()
+        torch_compat.all_gather_single(piece, mine, inner.group)
+    if padded is not flat:
+        flat.copy_(padded[: flat.numel()])
+
+
+def reduce_scatter(tensor: Tensor, over: LevelGroups) -> Tensor:
+    """The sum over all ranks of this rank's part of `tensor`, whose first dimension holds a part for every rank."""
+    parts = _parts(tensor, over.size)
+    if not parts.numel():
+        return parts[0]
+    for level in over.levels:  # inner levels first: what passes an outer one is already reduced
+        # Parts are in order of ranks, so those for the same coordinate of this level are apart by its size.
+        grouped = parts.view(-1, level.size, *parts.shape[1:]).transpose(0, 1).contiguous()
+        parts = _reduce_scatter_level(grouped, level).view(-1, *parts.shape[1:])
+    return parts[0]
+
+
+def all_gather(tensor: Tensor, over: LevelGroups) -> Tensor:
+    """The tensors of all ranks, one after the other along a new first dimension."""
+    if not tensor.numel():
+        return tensor.new_empty((over.size, *tensor.shape))
+    parts = tensor.contiguous().unsqueeze(0)
+    for level in reversed(over.levels):  # outer levels first: each part passes them once
+        gathered = parts.new_empty((level.size, *parts.shape))
+        torch_compat.all_gather_single(gathered.view(-1), parts.view(-1), level.group)
+        parts = gathered.transpose(0, 1).reshape(-1, *tensor.shape)
+    return parts
+
+
+def broadcast(tensor: Tensor, over: LevelGroups, source: int) -> None:
+    """Give all ranks the tensor of the `source`-th of them, in place: over every link once."""
+    if not tensor.numel():
+        return
+    coordinates = _coordinates(source, over.levels)
+    for depth in reversed(range(len(over.levels))):
+        level = over.levels[depth]
+        # Who shares the source's place on the inner levels takes part: it has the tensor, or is given it here.
+        if all(over.levels[each].coordinate == coordinates[each] for each in range(depth)):
+            assert level.group is not None
+            dist.broadcast(tensor, group=level.group, group_src=coordinates[depth])
+
+
+def all_to_all(tensor: Tensor, over: LevelGroups) -> Tensor:
+    """Send the r-th part of the first dimension to the r-th rank, and return the parts that all ranks sent here."""
+    parts = _parts(tensor, over.size)
+    if not parts.numel():
+        return tensor.clone()
+    shape = parts.shape[1:]
+    for level in over.levels:
+        # (for outer coordinates, for this one, from inner ones) → sent along this level, this coordinate comes first
+        inner = level_stride(over.levels, level)
+        grouped = parts.view(-1, level.size, inner, *shape).transpose(0, 1).contiguous()
+        received = torch.empty_like(grouped)
+        dist.all_to_all_single(received, grouped, group=level.group)
+        parts = received.transpose(0, 1).reshape(-1, *shape)
+    return parts.view(tensor.shape)
+
+
+def level_stride(levels: Sequence[Level], wanted: Level) -> int:
+    """How many ranks apart the neighbors on a level are: the ranks of all levels inside it."""
+    stride = 1
+    for level in levels:
+        if level is wanted:
+            return stride
+        stride *= level.size
+    raise ValueError("the level must be one of the group's, but is not")
+
+
+def all_to_all_v(rows: Tensor, counts: Tensor, over: LevelGroups) -> tuple[Tensor, Tensor]:
+    """Send `counts[r]` rows to the r-th rank; the rows sent here, in order of their ranks, and how many each sent.
+
+    `rows` are in order of the ranks they are for, and `counts` is on the host.
+    """
+    # Blocks of rows in order (for outer coordinates, for this one, from inner ones), one more level passed each time.
+    for level in over.levels:
+        inner = level_stride(over.levels, level)
+        blocks = counts.view(-1, level.size, inner)
+        order = torch.arange(counts.numel()).view(blocks.shape).transpose(0, 1).reshape(-1)
+        sent_counts = counts[order].contiguous()
+        received_counts = _exchange_counts(sent_counts, level, rows.device)
+        sent = _blocks_in_order(rows, counts, order)
+        splits = [each.view(level.size, -1).sum(1).tolist() for each in (sent_counts, received_counts)]
+        received = rows.new_empty((sum(splits[1]), *rows.shape[1:]))
+        dist.all_to_all_single(received, sent, splits[1], splits[0], group=level.group)
+        back = torch.arange(counts.numel()).view(level.size, -1, inner).transpose(0, 1).reshape(-1)
+        rows, counts = _blocks_in_order(received, received_counts, back), received_counts[back]
+    return rows, counts
+
+
+def _exchange_counts(counts: Tensor, level: Level, device: torch.device) -> Tensor:
+    sent = counts.to(device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=level.group)
+    return received.cpu()
+
+
+def _blocks_in_order(rows: Tensor, counts: Tensor, order: Tensor) -> Tensor:
+    """Blocks of so many rows each, in another order."""
+    starts = counts.cumsum(0) - counts
+    sizes = counts[order]
+    # row number within its block, plus where the block started
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return rows.index_select(0, (starts[order].repeat_interleave(sizes) + within).to(rows.device))
+
+
+def _reduce_scatter_level(tensor: Tensor, level: Level) -> Tensor:
+    """This rank's share, of `level.size` equal ones, of the sum over one level."""
+    if dist.get_backend(level.group) in _WITHOUT_REDUCE_SCATTER:
+        received = torch.empty_like(tensor).view(level.size, -1)
+        dist.all_to_all_single(received, tensor.view(level.size, -1), group=level.group)
+        return received.sum(0, dtype=tensor.dtype)
+    mine = tensor.new_empty(tensor.numel() // level.size)
+    torch_compat.reduce_scatter_single(mine, tensor.view(-1), level.group)
+    return mine
+
+
+def _begin_all_reduce(tensor: Tensor, over: LevelGroups) -> dist.Work | None:
+    """Of one level in the background, of several at once."""
+    if len(over.levels) == 1:
+        return dist.all_reduce(tensor, group=over.levels[0].group, async_op=True)
+    all_reduce(tensor, over)
+    return None
+
+
+def _parts(tensor: Tensor, ranks: int) -> Tensor:
+    """One part for every rank along the first dimension."""
+    if tensor.shape[0] % ranks:
+        raise ValueError(
+            f"the first dimension must hold a part for each of {ranks} ranks, but has {tensor.shape[0]} rows"
+        )
+    return tensor.contiguous().view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
+
+
+def _padded(flat: Tensor, size: int) -> Tensor:
+    padded = flat.new_zeros(size)
+    padded[: flat.numel()] = flat
+    return padded
+
+
+def _coordinates(index: int, levels: Sequence[Level]) -> list[int]:
+    found = []
+    for level in levels:
+        found.append(index % level.size)
+        index //= level.size
+    return found

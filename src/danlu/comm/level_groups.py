@@ -1,0 +1,71 @@
+"""The groups of one rank by level of the network, for hierarchical collectives.
+
+The ranks of a group are a grid: with four hosts of two ranks in two supernodes, rank 5 is `(1, 0, 1)` on the levels
+host, supernode and trunk. Across each level a rank talks to those that differ from it there alone, so that it holds
+connections to a few ranks of every level and not to all of the group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from torch.distributed import ProcessGroup
+
+from danlu.comm.world import World
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the network, as one rank sees it."""
+
+    size: int
+    """Ranks, or blocks of ranks, that it joins."""
+    coordinate: int
+    """Which of them this rank is, or is in."""
+    group: ProcessGroup | None
+    """The ranks that differ from this one here alone, in order; None for a level of one."""
+
+
+@dataclass(frozen=True)
+class LevelGroups:
+    """This rank's levels, innermost first; those that join only one are left out."""
+
+    levels: tuple[Level, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks of the whole group."""
+        return prod(level.size for level in self.levels)
+
+    @property
+    def index(self) -> int:
+        """Which of them this rank is: inner levels count first."""
+        index = 0
+        for level in reversed(self.levels):
+            index = index * level.size + level.coordinate
+        return index
+
+
+def build_level_groups(world: World, ranks: Sequence[int], sizes: Sequence[int], name: str) -> LevelGroups:
+    """Create this rank's groups across the levels of `ranks`, which are in order of the network.
+
+    `sizes` are those of the levels, innermost first. Ranks of other groups of the same sizes call it together with
+    these, each with the ranks of its own group; `name` says in reports what the groups are for.
+    """
+    if prod(sizes) != len(ranks):
+        raise ValueError(
+            f"levels of {' × '.join(map(str, sizes))} join {prod(sizes)} ranks, but the group has {len(ranks)}"
+        )
+    if world.rank not in ranks:
+        raise ValueError(f"rank {world.rank} must be in the group that it creates, but that has {list(ranks)}")
+    grid = np.array(ranks).reshape(tuple(reversed(sizes)))
+    here = np.argwhere(grid == world.rank)[0].tolist()
+    levels = []
+    for depth, size in enumerate(sizes):
+        axis = len(sizes) - 1 - depth
+        if size == 1:
+            continue
+        along = tuple(slice(None) if each == axis else here[each] for each in range(len(sizes)))
+        levels.append(Level(size, here[axis], world.new_group(grid[along].tolist(), f"{name}·{depth}")))
+    return LevelGroups(tuple(levels))
