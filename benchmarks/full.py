@@ -34,6 +34,7 @@ PARTS = {
     "dry run: truth": f"benchmarks/dryrun_truth.py --report {REPORTS}/dryrun_truth.json",
     "dry run: scale": f"benchmarks/dryrun_scale.py --report {REPORTS}/dryrun_scale.json",
     "wire: truth": "benchmarks/wire_truth.py",
+    "collectives": "benchmarks/collectives.py",
     "plan: scale": f"benchmarks/plan_scale.py --report {REPORTS}/plan_scale.json",
     "plan: truth": f"benchmarks/plan_truth.py --report {REPORTS}/plan_truth.json",
     "checkpoint speed": f"benchmarks/ckpt_speed.py --report {REPORTS}/ckpt_speed.json",

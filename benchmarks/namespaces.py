@@ -7,6 +7,7 @@ Everything is in separate namespaces, so the machine's addresses and routes do n
 of iproute2; `why_not` returns what is missing.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +27,9 @@ class Host:
 
     namespace: str
     address: str
+
+    interface: str = INTERFACE
+    """Name of its link to the others."""
 
     @property
     def enter(self) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ def supernodes(inside: str, between: str, nodes: int = 2, hosts_each: int = 2) -
     made: list[str] = []
     try:
         middle = _switch(f"{prefix}-middle", made)
-        hosts = []
+        hosts: list[Host] = []
         for node in range(nodes):
             switch = _switch(f"{prefix}-switch{node}", made)
             _cable(switch, f"up{node}", middle, f"down{node}", between)
@@ -72,6 +76,18 @@ def supernodes(inside: str, between: str, nodes: int = 2, hosts_each: int = 2) -
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def trunk_port(node: int) -> tuple[str, str]:
+    """Namespace and name of the port by which the switch of a supernode of this process reaches the others."""
+    return f"danlu-{os.getpid()}-switch{node}", f"up{node}"
+
+
+def sent_bytes(namespace: str, port: str) -> int:
+    """Bytes that a port has sent so far, as the kernel counts them; from any namespace."""
+    command = ["ip", "-n", namespace, "-s", "-j", "link", "show", "dev", port]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
 
 
 def _namespace(name: str, made: list[str]) -> str:

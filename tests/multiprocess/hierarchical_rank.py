@@ -75,7 +75,8 @@ def all_to_all(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
     rows, *rest = draw_shape(draw)
     given = inputs(draw, over.size, (over.size, rows, *rest))
     sent = as_tensor(given[over.index], dtype).view(over.size * rows, *rest)
-    same(hierarchical.all_to_all(sent, over), given[:, over.index].reshape(over.size * rows, *rest), dtype)
+    pieces = int(draw.integers(1, 5))
+    same(hierarchical.all_to_all(sent, over, pieces), given[:, over.index].reshape(over.size * rows, *rest), dtype)
 
 
 def all_to_all_v(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:

@@ -82,20 +82,37 @@ def broadcast(tensor: Tensor, over: LevelGroups, source: int) -> None:
             dist.broadcast(tensor, group=level.group, group_src=coordinates[depth])
 
 
-def all_to_all(tensor: Tensor, over: LevelGroups) -> Tensor:
+def all_to_all(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> Tensor:
     """Send the r-th part of the first dimension to the r-th rank, and return the parts that all ranks sent here."""
-    parts = _parts(tensor, over.size)
-    if not parts.numel():
+    parts = _parts(tensor, over.size).view(over.size, -1)
+    if not over.levels or not parts.numel():
         return tensor.clone()
-    shape = parts.shape[1:]
-    for level in over.levels:
-        # (for outer coordinates, for this one, from inner ones) → sent along this level, this coordinate comes first
-        inner = level_stride(over.levels, level)
-        grouped = parts.view(-1, level.size, inner, *shape).transpose(0, 1).contiguous()
-        received = torch.empty_like(grouped)
-        dist.all_to_all_single(received, grouped, group=level.group)
-        parts = received.transpose(0, 1).reshape(-1, *shape)
-    return parts.view(tensor.shape)
+    found = torch.empty_like(parts)
+    *inner, last = over.levels
+    under_way = []
+    pieces = min(pieces, parts.shape[1])
+    for piece, place in zip(parts.tensor_split(pieces, 1), found.tensor_split(pieces, 1), strict=True):
+        passed = piece
+        for level in inner:
+            received, work = _begin_all_to_all(passed, over, level)
+            work.wait()
+            passed = received.transpose(0, 1).reshape(piece.shape)
+        under_way.append((place, *_begin_all_to_all(passed, over, last)))
+    for place, received, work in under_way:
+        work.wait()
+        place.copy_(received.view(place.shape))  # no level is outside the last one: they are in order
+    return found.view(tensor.shape)
+
+
+def _begin_all_to_all(parts: Tensor, over: LevelGroups, level: Level) -> tuple[Tensor, dist.Work]:
+    """Send parts, in order (for outer coordinates, for this one, from inner ones), over one level.
+
+    They arrive in order (from this coordinate, for outer ones, from inner ones).
+    """
+    inner = level_stride(over.levels, level)
+    grouped = parts.reshape(-1, level.size, inner, parts.shape[1]).transpose(0, 1).contiguous()
+    received = torch.empty_like(grouped)
+    return received, dist.all_to_all_single(received, grouped, group=level.group, async_op=True)
 
 
 def level_stride(levels: Sequence[Level], wanted: Level) -> int:

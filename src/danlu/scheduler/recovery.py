@@ -150,6 +150,8 @@ class Recovery:
 
     def __init__(self, ranks: RecoverableRanks, restarts: int, state: RecoveryState | None = None) -> None:
         """Without `restarts` it only says who hangs."""
+        self._took_over = state is not None
+        """Whether the ranks may just be meeting in a store that was lost with whoever decided before."""
         state = state or RecoveryState()
         self.generation = state.generation
         self.faults: list[Fault] = list(state.faults)
@@ -193,11 +195,11 @@ class Recovery:
         """Ranks that do not leave the last world, or do not get ready in the new one, are killed."""
         ranks, links, now = range(len(self._ranks.processes)), self._ranks.links, time.monotonic()
         if all(links.phase_of(rank) == FIRST_STEP for rank in ranks):
-            self._is_ready = True
+            self._is_ready, self._took_over = True, False
             self._start_seconds = self._start_seconds or now - self._started_at
             self._ranks.watch.restart()
             return
-        if recover and self._network_is_broken():
+        if recover and self._took_over and self._network_is_broken():
             self._handle(self._network_fault("connections between ranks broke while they started"))
             return
         if self._ranks.is_importing:
