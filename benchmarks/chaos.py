@@ -139,7 +139,7 @@ def summarize(met: list[Met], wrong: list[str], failure: str, ranks: int) -> dic
             }
             for kind, count in sorted(kinds.items())
         },
-        "failure": failure[:500],
+        "failure": failure[-1000:],
         "passed": bool(met) and len(survived) == len(met) and not wrong and not failure,
     }
 
