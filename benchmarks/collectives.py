@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from namespaces import Host, sent_bytes, supernodes, trunk_port, why_not
+from namespaces import INTERFACE, NetworkLab, bytes_per_second, supernode_lab, why_no_lab
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
@@ -35,6 +35,7 @@ from danlu.comm import hierarchical
 from danlu.comm.level_groups import LevelGroups, build_level_groups
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
+from danlu.scheduler.network_lab import sent_bytes
 from danlu.spec.byte_format import format_bytes
 
 HOSTS = 4
@@ -107,14 +108,14 @@ def main() -> int:
     if asked.rank is not None:
         rank_main(asked)
         return 0
-    if reason := why_not():
+    if reason := why_no_lab():
         print(reason, file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
-    with supernodes(INSIDE, asked.trunk, nodes=2, hosts_each=HOSTS // 2) as hosts, Progress() as progress:
+    with supernode_lab(INSIDE, asked.trunk, nodes=2, hosts_each=HOSTS // 2) as lab, Progress() as progress:
         task = progress.add_task("numbers of ranks", total=len(asked.ranks))
         for ranks in asked.ranks:
-            rows += measure(hosts, ranks, asked.trunk, asked.quick)
+            rows += measure(lab, ranks, asked.trunk, asked.quick)
             progress.advance(task)
     missed = [] if asked.quick else misses(rows)
     show(rows, missed)
@@ -124,9 +125,9 @@ def main() -> int:
     return int(bool(missed))
 
 
-def measure(hosts: list[Host], ranks: int, trunk: str, quick: bool) -> list[dict[str, Any]]:
+def measure(lab: NetworkLab, ranks: int, trunk: str, quick: bool) -> list[dict[str, Any]]:
     """Start the ranks on their hosts, and let them measure everything."""
-    each = ranks // HOSTS
+    each, hosts = ranks // HOSTS, lab.hosts
     with tempfile.TemporaryDirectory() as folder:
         base = [sys.executable, __file__, "--world", str(ranks), "--store", f"{hosts[0].address}:{PORT}"]
         base += [
@@ -135,10 +136,10 @@ def measure(hosts: list[Host], ranks: int, trunk: str, quick: bool) -> list[dict
             "--trunk",
             trunk,
             "--port",
-            "/".join(trunk_port(0)),
+            "/".join(lab.port("trunk", 0)),
             *(["--quick"] if quick else []),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": hosts[0].interface}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         started = [
             subprocess.Popen([*hosts[rank // each].enter, *base, "--rank", str(rank)], env=environment)
             for rank in range(ranks)
@@ -210,11 +211,6 @@ def timed(world: World, method: Method, tensor: Tensor, over: LevelGroups) -> fl
 def trunk_bytes(operation: str, size: int, ranks: int) -> float:
     """Bytes that must pass the trunk in one direction."""
     return size if operation == "all-reduce" else ranks // 2 * size / 2
-
-
-def bytes_per_second(rate: str) -> float:
-    number, unit = float(rate[:-4]), rate[-4:]
-    return number * {"mbit": 1e6, "gbit": 1e9}[unit] / 8
 
 
 def misses(rows: list[dict[str, Any]]) -> list[str]:

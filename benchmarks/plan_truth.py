@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from namespaces import INTERFACE, Host, supernodes, why_not
+from namespaces import INTERFACE, LabHost, supernodes, why_no_lab
 from real_layouts import Layout, World, layouts, layouts_apart, recipe, worlds
 from reports import add_report_option, write_report
 from rich.console import Console
@@ -130,7 +130,7 @@ def main() -> None:
             every = [layout for layout in layouts() if layout.world in sizes]
             chosen = [layout for layout in every if layout.quick or not arguments.quick]
             rows += Part("machine", chosen, bars, arguments.quick, Path(folder), progress).run()
-        reason = why_not() if arguments.only != "machine" else "not asked for"
+        reason = why_no_lab() if arguments.only != "machine" else "not asked for"
         if arguments.quick and not arguments.only:
             reason = "not part of the sample"
         if not reason:
@@ -163,7 +163,7 @@ class Part:
         quick: bool,
         folder: Path,
         progress: Progress,
-        hosts: Sequence[Host] = (),
+        hosts: Sequence[LabHost] = (),
     ) -> None:
         self.place, self.bars, self.quick = place, bars, quick
         self.folder, self.hosts, self.progress = folder, hosts, progress

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dryrun_truth import AnyTokens, Layout, layouts, recipe
-from namespaces import INTERFACE, Host, supernodes, why_not
+from namespaces import INTERFACE, LabHost, supernodes, why_no_lab
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
@@ -67,7 +67,7 @@ def main() -> None:
     if arguments.rank is not None:
         rank_main(arguments, chosen)
         return
-    if reason := why_not():
+    if reason := why_no_lab():
         sys.exit(f"bytes on the wire are counted in network namespaces, which cannot be made here: {reason}")
     with tempfile.TemporaryDirectory() as folder, supernodes(RATE, RATE) as hosts:
         found = run_worlds(Path(folder), hosts, chosen, arguments.quick)
@@ -80,7 +80,9 @@ def main() -> None:
     sys.exit(1 if missed else 0)
 
 
-def run_worlds(folder: Path, hosts: list[Host], chosen: list[Layout], quick: bool) -> dict[str, list[dict[str, Any]]]:
+def run_worlds(
+    folder: Path, hosts: list[LabHost], chosen: list[Layout], quick: bool
+) -> dict[str, list[dict[str, Any]]]:
     """Start every world size once, one rank per host."""
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("layouts", total=sum(layout.plan.degrees.world for layout in chosen))
@@ -109,7 +111,9 @@ def run_worlds(folder: Path, hosts: list[Host], chosen: list[Layout], quick: boo
     return results
 
 
-def start_rank(folder: Path, host: Host, rank: int, world: int, first: Host, quick: bool) -> subprocess.Popen[bytes]:
+def start_rank(
+    folder: Path, host: LabHost, rank: int, world: int, first: LabHost, quick: bool
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--world", str(world), "--rank", str(rank), "--folder", str(folder)]
     command += ["--store", f"{first.address}:{PORT + world}", *(["--quick"] if quick else [])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}

@@ -13,7 +13,7 @@ from pathlib import Path
 from slurm_lab import CONF, NODES, SlurmLab
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from namespaces import INTERFACE, Host
+from namespaces import INTERFACE, LabHost
 
 CONTROLLER = "control"
 _DEAD_AFTER = 10
@@ -23,7 +23,7 @@ _DEAD_AFTER = 10
 class SlurmNodes(SlurmLab):
     """One Slurm on hosts of `namespaces.supernodes`: the last is the controller's, the others the nodes'."""
 
-    def __init__(self, root: Path, hosts: list[Host]) -> None:
+    def __init__(self, root: Path, hosts: list[LabHost]) -> None:
         super().__init__(root)
         self.hosts = dict(zip((*NODES, CONTROLLER), (*hosts[: len(NODES)], hosts[-1]), strict=True))
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}

@@ -14,7 +14,7 @@ from slurm_lab import missing_programs
 from slurm_nodes import CONTROLLER, SlurmNodes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from namespaces import supernodes, why_not
+from namespaces import supernodes, why_no_lab
 
 from danlu.scheduler import read_ranks
 from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StartEvent, StepEvent, WarningEvent
@@ -41,7 +41,7 @@ peers = 5
 
 @pytest.fixture
 def nodes() -> Iterator[SlurmNodes]:
-    reason = why_not() or ", ".join(missing_programs())
+    reason = why_no_lab() or ", ".join(missing_programs())
     if reason:
         pytest.skip(reason)
     with supernodes("2gbit", "1gbit", hosts_each=3) as hosts, tempfile.TemporaryDirectory(prefix="dn-") as folder:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from danlu.cli import ckpt, data, export_hf, import_hf
+from danlu.cli import ckpt, data, export_hf, import_hf, lab
 from danlu.cli.catalog import catalog
 from danlu.cli.chaos import chaos
 from danlu.cli.check import check
@@ -94,6 +94,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
 app.add_typer(import_hf.app, name="import")
 app.add_typer(export_hf.app, name="export")
+app.add_typer(lab.app, name="lab")
 app.command()(top)
 app.command()(catalog)
 app.command()(chips)

@@ -1,0 +1,123 @@
+"""`danlu lab`: a cluster's network on this machine, to rehearse a run on it."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, NoReturn
+
+import typer
+from rich.table import Table
+
+from danlu.cli.run_options import ClusterOption, NameOption, PlanOption, RanksPerNodeOption, RecipeArgument
+from danlu.cli.slurm_submit import resolve_ranks_per_node
+from danlu.report import ProgressDisplay, summary, write_run_page
+from danlu.report.terminal import Console
+from danlu.scheduler.network_lab import LabError, NetworkLab, find_lab, lab_down, lab_up, levels_of
+from danlu.spec import load_cluster
+
+app = typer.Typer(no_args_is_help=True, help="A cluster's network on this machine, to rehearse a run on it.")
+
+LabOption = Annotated[str, typer.Option("--lab", help="Name of the lab.")]
+LabArgument = Annotated[str, typer.Argument(metavar="LAB", help="Name of the lab.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def up(
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A cluster of the catalog, or its file.")],
+    name: Annotated[str, typer.Option(help="Name of the lab.")] = "lab",
+    slower: Annotated[float, typer.Option(min=1.0, help="Times as slow as the cluster's own links.")] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a namespace for every node of a cluster, joined by switches and links of its levels. Needs root."""
+    try:
+        lab = lab_up(name, levels_of(load_cluster(cluster), slower), slower)
+    except LabError as error:
+        _fail(error)
+    _show(lab, as_json)
+    if not as_json:
+        typer.echo(f"train on it: danlu lab train RECIPE.toml --lab {name}; end it: danlu lab down {name}")
+
+
+@app.command()
+def down(name: LabArgument = "lab") -> None:
+    """Remove a lab's namespaces."""
+    try:
+        find_lab(name)
+        count = lab_down(name)
+    except LabError as error:
+        _fail(error)
+    typer.echo(f'lab "{name}" is down: {count} namespaces removed')
+
+
+@app.command()
+def show(name: LabArgument = "lab", as_json: JsonOption = False) -> None:
+    """Show a lab's levels and hosts."""
+    try:
+        _show(find_lab(name), as_json)
+    except LabError as error:
+        _fail(error)
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    lab: LabOption = "lab",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of hosts; default: all but the spares.")] = None,
+    ranks_per_node: RanksPerNodeOption = None,
+    spares: Annotated[int, typer.Option(min=0, help="Further hosts that wait to replace one that is lost.")] = 0,
+    plan: PlanOption = None,
+    cluster: ClusterOption = None,
+    name: NameOption = None,
+) -> None:
+    """Train on the hosts of a lab, with an agent on each and a coordinator, as on a cluster."""
+    from danlu.runs.prepare import prepare_run
+    from danlu.runs.train import follow_ranks
+    from danlu.scheduler.lab_launcher import LabLauncher
+
+    try:
+        found = find_lab(lab)
+    except LabError as error:
+        _fail(error)
+    count = nodes if nodes is not None else len(found.hosts) - spares
+    if count < 1 or count + spares > len(found.hosts):
+        _fail(LabError(f'{count} hosts and {spares} spares must be at most the {len(found.hosts)} of lab "{lab}"'))
+    each = resolve_ranks_per_node(count, ranks_per_node, plan, cluster)
+    console = Console(highlight=False)
+    run, lock = prepare_run(recipe, plan, cluster, name, count * each, console=console)
+    console.print(f'run {run.path}: {count} hosts × {each} ranks of lab "{lab}"', markup=False)
+    live = ProgressDisplay(run, console)
+    with lock, LabLauncher(run, found, count, each, spares) as launcher:
+        try:
+            result = follow_ranks(launcher, live, console)
+        except KeyboardInterrupt:
+            console.print("stopping after this step; the checkpoint is written first")
+            launcher.stop()
+            result = follow_ranks(launcher, ProgressDisplay(run, console), console)
+    if run.events.exists():
+        console.print(summary(run))
+        console.print_line(f"page: {write_run_page(run)}")
+    raise typer.Exit(result.exit_code)
+
+
+def _show(lab: NetworkLab, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(asdict(lab), indent=2))
+        return
+    table = Table(title=f"lab {lab.name}: {len(lab.hosts)} hosts, {lab.slower:g} times as slow")
+    for column in ("level", "joins", "rate of a link", "delay"):
+        table.add_column(column)
+    for level in lab.levels:
+        delay = f"{1e6 * level.delay:.0f} us" if level.delay else "the kernel's own"
+        table.add_row(level.name, str(level.fanout), f"{8 * level.rate / 1e6:,.0f} Mbit/s", delay)
+    console = Console()
+    console.print(table)
+    first, last = lab.hosts[0], lab.hosts[-1]
+    typer.echo(f"hosts {first.name} ({first.address}) to {last.name} ({last.address})")
+    typer.echo(f"a shell on one: {' '.join(first.enter)} bash")
+    if lab.remark:
+        typer.echo(f"warning: {lab.remark}", err=True)
+
+
+def _fail(error: LabError) -> NoReturn:
+    typer.echo(str(error), err=True)
+    raise typer.Exit(2)
