@@ -180,8 +180,15 @@ def test_a_run_on_a_lab_outlives_a_host_that_is_switched_off(tmp_path: Path) -> 
         wait_for_step(run, steps_done(run) + 30, training)
         (found,) = (event for event in run.read_events() if isinstance(event, RecoveryEvent))
         assert found.ranks == (1,) and lost in found.cause and found.source == "memory"
-        training.send_signal(signal.SIGINT)
+        assert "stopped" in done(danlu(tmp_path, "stop", "rehearsed"))
         training.communicate(timeout=60)
         assert training.returncode == 3, "stopped before its last step"
+        again = danlu(tmp_path, "lab", "train", "recipe.toml", *options, "--name", "killed")
+        wait_for_step(RunFolder(tmp_path / "runs" / "killed"), 2, again)
+        again.kill()
+        again.communicate()
+        time.sleep(1.0)
+        left = subprocess.run(["pgrep", "-f", str(tmp_path / "runs" / "killed")], capture_output=True, text=True)
+        assert not left.stdout, "who is killed takes its ranks along"
     finally:
         assert "namespaces removed" in done(danlu(tmp_path, "lab", "down", NAME))

@@ -329,7 +329,9 @@ def test_a_name_with_a_folder_is_refused(recipe: Path) -> None:
 
 def test_ranks_share_the_processors_unless_the_user_says_otherwise(recipe: Path) -> None:
     with LocalLauncher(prepared(recipe, world=2), 2) as made:
-        words = Path(f"/proc/{made.fork_server_pid}/cmdline").read_bytes().split(b"\0")
+        while not (line := Path(f"/proc/{made.fork_server_pid}/cmdline").read_bytes()):
+            time.sleep(0.01)  # a process that is being replaced by its program has none for a moment
+        words = line.split(b"\0")
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert (int(words[-3]), words[-2]) == (share, b"lo")
     code = (

@@ -1,6 +1,7 @@
 """`danlu lab`: a cluster's network on this machine, to rehearse a run on it."""
 
 import json
+import signal
 from dataclasses import asdict
 from typing import Annotated, NoReturn
 
@@ -86,6 +87,7 @@ def train(
     run, lock = prepare_run(recipe, plan, cluster, name, count * each, console=console)
     console.print(f'run {run.path}: {count} hosts × {each} ranks of lab "{lab}"', markup=False)
     live = ProgressDisplay(run, console)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `danlu stop` is Ctrl-C from another terminal
     with lock, LabLauncher(run, found, count, each, spares) as launcher:
         try:
             result = follow_ranks(launcher, live, console)

@@ -61,10 +61,11 @@ class LabHost:
 
     @property
     def machine(self) -> tuple[str, ...]:
-        """The same as on a machine of its own: processes, name and /dev/shm; ends with the command that it starts."""
+        """The same as on a machine of its own: processes, name and /dev/shm; it ends with whoever started it."""
+        network = ("setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{self.namespace}")
         apart = ("unshare", "--pid", "--fork", "--uts", "--mount", "--mount-proc", "--kill-child")
         inside = f'hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-        return "nsenter", f"--net=/run/netns/{self.namespace}", *apart, "sh", "-c", inside, "sh"
+        return *network, *apart, "sh", "-c", inside, "sh"
 
 
 @dataclass(frozen=True)
