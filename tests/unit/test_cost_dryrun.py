@@ -158,7 +158,6 @@ QUICK = {
     "hsdp × ring cp 4, selective",
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",
-    "1f1b × tp, by layer",
     "ep × tp, selective",
     "fp32: fsdp",
     "muon: hsdp × tp",

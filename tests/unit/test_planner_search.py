@@ -38,7 +38,13 @@ SMALL = {
     ),
     "one node": question(chips=4, cluster=machine(nodes=1)),
 }
-SLOW = ("experts by Muon, with an average", "experts, imbalance")
+SLOW = (
+    "experts by Muon, with an average",
+    "experts, imbalance",
+    "experts, little memory",
+    "dense, little memory",
+    "dense by Muon",
+)
 CASES = [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in SMALL]
 
 
