@@ -120,7 +120,9 @@ class ChaosRun:
             self.start()
 
     def said(self) -> str:
-        return (self.folder / "output.txt").read_text(errors="replace")[-2000:]
+        """What the launcher said last, without the ends of logs, which are indented and long."""
+        lines = (self.folder / "output.txt").read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines if not line.startswith("  ")][-8:])
 
     def next_step(self, steps: int = 1) -> None:
         """Return when so many new steps are done."""
