@@ -22,7 +22,7 @@ from danlu.scheduler.network_lab import (
     sent_bytes,
     why_no_lab,
 )
-from danlu.spec import RecoveryEvent, RunFolder, StepEvent, load_cluster
+from danlu.spec import RecoveryEvent, RunFolder, StepEvent, WarningEvent, load_cluster
 
 pytestmark = pytest.mark.timeout(300)
 NAME = f"test{os.getpid()}"
@@ -180,6 +180,15 @@ def test_a_run_on_a_lab_outlives_a_host_that_is_switched_off(tmp_path: Path) -> 
         wait_for_step(run, steps_done(run) + 30, training)
         (found,) = (event for event in run.read_events() if isinstance(event, RecoveryEvent))
         assert found.ranks == (1,) and lost in found.cause and found.source == "memory"
+        coordinator = subprocess.run(
+            ["pgrep", "-f", f"danlu slurm-coordinate {run.path}"], capture_output=True, text=True
+        )
+        os.kill(max(map(int, coordinator.stdout.split())), signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not any(isinstance(event, WarningEvent) and "took over" in event.message for event in run.read_events()):
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+        wait_for_step(run, steps_done(run) + 10, training)
         assert "stopped" in done(danlu(tmp_path, "stop", "rehearsed"))
         training.communicate(timeout=60)
         assert training.returncode == 3, "stopped before its last step"

@@ -9,6 +9,7 @@ the same order; sums are taken in another order, so that they may differ in the 
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -25,22 +26,23 @@ def all_reduce(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> None:
     """Sum a contiguous tensor over all ranks, in place."""
     if not over.levels or not tensor.numel():
         return
-    inner, *outer = over.levels
-    if not outer:
-        dist.all_reduce(tensor, group=inner.group)
-        return
-    flat = tensor.view(-1)
-    share = -(-flat.numel() // (pieces * inner.size))
-    padded = flat if share * pieces * inner.size == flat.numel() else _padded(flat, share * pieces * inner.size)
-    rest = LevelGroups(tuple(outer))
+    *inner, last = over.levels
+    flat, unit = tensor.view(-1), pieces * prod(level.size for level in inner)
+    padded = flat if flat.numel() % unit == 0 else _padded(flat, -(-flat.numel() // unit) * unit)
     under_way = []
     for piece in padded.view(pieces, -1):
-        mine = _reduce_scatter_level(piece, inner)
-        under_way.append((piece, mine, _begin_all_reduce(mine, rest)))
+        mine = piece
+        for level in inner:  # what passes the last level is this rank's share of what its block has summed
+            mine = _reduce_scatter_level(mine, level)
+        under_way.append((piece, mine, dist.all_reduce(mine, group=last.group, async_op=True)))
     for piece, mine, work in under_way:
-        if work is not None:
-            work.wait()
-        torch_compat.all_gather_single(piece, mine, inner.group)
+        work.wait()
+        for level in reversed(inner):
+            gathered = mine.new_empty(level.size * mine.numel())
+            torch_compat.all_gather_single(gathered, mine, level.group)
+            mine = gathered
+        if inner:
+            piece.copy_(mine)
     if padded is not flat:
         flat.copy_(padded[: flat.numel()])
 
@@ -171,14 +173,6 @@ def _reduce_scatter_level(tensor: Tensor, level: Level) -> Tensor:
     mine = tensor.new_empty(tensor.numel() // level.size)
     torch_compat.reduce_scatter_single(mine, tensor.view(-1), level.group)
     return mine
-
-
-def _begin_all_reduce(tensor: Tensor, over: LevelGroups) -> dist.Work | None:
-    """Of one level in the background, of several at once."""
-    if len(over.levels) == 1:
-        return dist.all_reduce(tensor, group=over.levels[0].group, async_op=True)
-    all_reduce(tensor, over)
-    return None
 
 
 def _parts(tensor: Tensor, ranks: int) -> Tensor:

@@ -148,10 +148,10 @@ class Coordinator:
             if not node.is_lost and time.monotonic() - node.heard_at > patience:
                 node.is_lost = True
                 record_warning(self.run, 0, f"node {node.name} was not heard of for {patience:.0f} s: it is lost")
-        carried_out = {node.name: node.status.order for node in self._nodes.values() if node.status}
-        self._unread = {
-            (name, number): order for (name, number), order in self._unread.items() if number > carried_out.get(name, 0)
-        }
+        for name, number in [*self._unread]:
+            status = self._nodes[name].status
+            if status is not None and number <= status.order:
+                del self._unread[name, number]
 
     def _poll(self) -> None:
         self.hear()

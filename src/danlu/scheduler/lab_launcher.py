@@ -16,6 +16,7 @@ from danlu.scheduler.launcher import EXIT_STOPPED, LaunchProgress, LaunchResult
 from danlu.scheduler.network_lab import LabHost, NetworkLab
 from danlu.scheduler.rank_failure import describe_reported, first_failure
 from danlu.scheduler.rank_map import RankMap, write_ranks
+from danlu.scheduler.sbatch_script import COORDINATORS
 from danlu.spec import EndEvent, RunFolder
 
 _STORE_PORT, _CONTROL_PORT = 29500, 29501
@@ -44,13 +45,14 @@ class LabLauncher:
         )
         self._started_at = time.time()
         self._coordinator: subprocess.Popen[bytes] | None = None
+        self._coordinators = 0
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         """Start the coordinator on the first host, and an agent on every one."""
         self.run.logs.mkdir(exist_ok=True)
         write_ranks(self.run.path, self.ranks)
-        self._coordinator = self._start(self.lab.hosts[0], "slurm-coordinate", "job.log")
+        self._start_coordinator()
         for host in self.lab.hosts[: len(self.ranks.nodes) + len(self.ranks.spares)]:
             self._agents[host.name] = self._start(host, "slurm-agent", f"node-{host.name}.log")
         return self
@@ -65,6 +67,10 @@ class LabLauncher:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+    def _start_coordinator(self) -> None:
+        self._coordinators += 1
+        self._coordinator = self._start(self.lab.hosts[0], "slurm-coordinate", "job.log")
 
     @property
     def _processes(self) -> list[subprocess.Popen[bytes]]:
@@ -82,9 +88,13 @@ class LabLauncher:
         os.killpg(self._agents[host].pid, signal.SIGKILL)
 
     def poll(self) -> LaunchProgress:
-        """The run goes on while its coordinator does."""
+        """The run goes on while its coordinator does; one that is killed is replaced, and takes over."""
         assert self._coordinator is not None
-        return LaunchProgress(is_running=self._coordinator.poll() is None)
+        code = self._coordinator.poll()
+        if code is not None and not 0 <= code < 128 and not self.stop_requested and self._coordinators < COORDINATORS:
+            self._start_coordinator()
+            return LaunchProgress(is_running=True, notices=("the coordinator was killed: another one takes over",))
+        return LaunchProgress(is_running=code is None)
 
     def wait(self) -> None:
         """Return when it is time for the next `poll`."""
@@ -104,10 +114,10 @@ class LabLauncher:
         *_, end = (None, *self.run.read_events())
         if isinstance(end, EndEvent) and end.outcome == "stopped" and end.time >= self._started_at:
             return LaunchResult(EXIT_STOPPED)
-        if self.stop_requested and code < 0:
+        if self.stop_requested and not 0 <= code < 128:
             return LaunchResult(1, killed_on_request=True)
         if not code:
             return LaunchResult()
         failure = first_failure(self.run, since=self._started_at)
         outcome = f'the coordinator on lab "{self.lab.name}" ended with exit code {code}'
-        return LaunchResult(code, f"{describe_reported(failure)}; {outcome}" if failure else outcome, self.run.logs)
+        return LaunchResult(1, f"{describe_reported(failure)}; {outcome}" if failure else outcome, self.run.logs)

@@ -27,7 +27,7 @@ _RESERVED_OPTIONS = {
 """Options of sbatch that `danlu launch` sets itself, and where the user sets them."""
 
 
-_COORDINATORS = 20
+COORDINATORS = 20
 """Coordinators of one start of a job: as many as this are not killed by chance."""
 
 
@@ -108,7 +108,7 @@ def _render_with_agents(job: SlurmJob, python: str, run: str, output: str) -> st
         f"{python} -m danlu slurm-ranks {run} --lock 9 --spares {job.spares}",
         " \\\n    ".join(srun),
         "# Ranks and agents outlive a coordinator that is killed: the next one takes over from its file.",
-        f"for attempt in $(seq {_COORDINATORS}); do",
+        f"for attempt in $(seq {COORDINATORS}); do",
         "    code=0",
         f"    {python} -m danlu slurm-coordinate {run} || code=$?",
         '    if [ "$code" -lt 128 ]; then break; fi',
