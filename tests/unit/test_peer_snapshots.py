@@ -114,7 +114,7 @@ class Rank:
         for _ in range(steps):
             self.state.step += 1
             self.state.tensor += 1
-            self.snapshots.take_if_due(cast(TrainState, self.state))
+            self.snapshots.take_if_due(cast(TrainState, self.state), 1.0)
             if self.peers._thread is not None:
                 self.peers._thread.join()
 

@@ -67,6 +67,8 @@ class StepResult(NamedTuple):
     verdict: Verdict
     stop_requested: bool
     """Some rank was asked to stop, or gave up on its checkpoints."""
+    local_square: float
+    """This rank's part of the squared norm of the gradient: replicas have the same."""
 
 
 def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> None:
@@ -84,7 +86,8 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
         stages.events.write(step.event)
         last = step.stop_requested
         rewound = recovery.rewound(state, step.event, step.verdict)
-        stages.snapshots.take_if_due(state)  # in memory that outlives this process: a fault costs the step in flight
+        # in memory that outlives this process: a fault costs the step in flight
+        stages.snapshots.take_if_due(state, step.local_square)
         if rewound:
             continue  # the state is that of a checkpoint: there is nothing new to save
         state.guard.raise_if_diverged(step.event.loss, step.event.norm, state.step)
@@ -164,4 +167,4 @@ def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: Tra
         loss_scale=scale,
         mtp_losses=metrics.mtp_losses,
     )
-    return StepResult(event, verdict, metrics.stop_requested)
+    return StepResult(event, verdict, metrics.stop_requested, metrics.local_square)

@@ -1,4 +1,7 @@
-"""Replicas of a state are equal, bit for bit: a vote over their checksums names the one whose memory or chip erred."""
+"""Replicas of a state are equal, bit for bit: a vote over their checksums names the one whose memory or chip erred.
+
+A checksum is of the state and of the gradients that led to it.
+"""
 
 from collections import Counter
 

@@ -73,8 +73,8 @@ class EventSink(Protocol):
 class SnapshotStage(Protocol):
     """Keeps the newest states where they outlive this process; `StateSnapshots` is the one of a run."""
 
-    def take_if_due(self, state: TrainState) -> None:
-        """Keep the state as it is now, if it is time to."""
+    def take_if_due(self, state: TrainState, local_square: float) -> None:
+        """Keep the state as it is now, if it is time to; `local_square` is of the gradient that led to it."""
         ...
 
 
@@ -146,7 +146,7 @@ class NoEvaluation:
 class NoSnapshots:
     """Keeps nothing."""
 
-    def take_if_due(self, state: TrainState) -> None:
+    def take_if_due(self, state: TrainState, local_square: float) -> None:
         """Never."""
 
 

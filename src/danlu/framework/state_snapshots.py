@@ -1,6 +1,8 @@
 """Between the loop and the snapshots: when to take one, and how a state is restored from them."""
 
+import struct
 from collections.abc import Callable
+from math import isfinite, nan
 from pathlib import Path
 from typing import Self
 
@@ -10,6 +12,7 @@ from danlu.framework.state import TrainState
 from danlu.spec.resilience import ResilienceConfig
 from danlu.storage.checkpoint.memory_snapshots import SLOTS, RankSnapshots
 from danlu.storage.checkpoint.peer_snapshots import PeerSnapshots
+from danlu.storage.store.checksum import crc32c
 
 
 class StateSnapshots:
@@ -26,6 +29,8 @@ class StateSnapshots:
     ) -> None:
         self._snapshots, self._world, self._config, self._peers, self._warn = snapshots, world, config, peers, warn
         self._vote = vote
+        self._gradients = 0
+        """Checksum of what this rank contributed to the norms of all gradients so far."""
         self._sent = self._arrived = 0
         """Numbers of the newest snapshots that were sent to another host, and that have arrived from all ranks."""
         self._is_late = False
@@ -64,14 +69,20 @@ class StateSnapshots:
         assert snapshots is not None
         return cls(snapshots, world, config, peers, vote, warn)
 
-    def take_if_due(self, state: TrainState) -> None:
-        """Keep the state as it is now, every so many steps."""
+    def take_if_due(self, state: TrainState, local_square: float) -> None:
+        """Keep the state as it is now, every so many steps, if replicas agree about it.
+
+        They must agree about their gradients too: one that is wrong changes the norm, by which all of them clip, or
+        skip the step, and their states would be equal and wrong.
+        """
+        finite = local_square if isfinite(local_square) else nan  # there are many ways not to be a number
+        self._gradients = crc32c(struct.pack("<d", finite), self._gradients)
         if state.step % self._config.snapshots:
             return
         self._snapshots.take(state.tensors(), state.scalars())
         if self._vote is not None:
             buffers = state.model_tensors().keys() - {f"model.{name}" for name, _ in state.named_parameters()}
-            if wrong := self._vote.check(self._snapshots.checksum(besides=buffers), state.step):
+            if wrong := self._vote.check(self._snapshots.checksum(besides=buffers) ^ self._gradients, state.step):
                 self._snapshots.drop_newest()  # what all ranks go back to is the one before, which was voted for
                 raise RuntimeError(wrong)  # none of Danlu's own errors: a run that meets one of those ends
         if self._peers is not None and self._sends and (not self._sent or state.step % self._config.peers == 0):

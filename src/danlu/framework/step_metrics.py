@@ -25,6 +25,8 @@ class StepMetrics:
     """A rank was asked to stop."""
     mtp_losses: tuple[float, ...] | None = None
     """Mean loss of every module of multi-token prediction; None without it."""
+    local_square: float = 0.0
+    """This rank's part of the squared norm, the only one that differs between ranks: replicas have the same."""
 
 
 def compute_step_metrics(
@@ -34,8 +36,8 @@ def compute_step_metrics(
 
     As a vector it is followed by those of multi-token prediction.
     """
-    shares, largest = all_reduce_metrics(modules, mesh, loss, memory, stop)
-    total_loss, square, total_uneven, total_layers, stops, *further = shares.tolist()
+    shares, largest, mine = all_reduce_metrics(modules, mesh, loss, memory, stop)
+    local_square, total_loss, square, total_uneven, total_layers, stops, *further = torch.cat([mine, shares]).tolist()
     return StepMetrics(
         loss=total_loss,
         norm=square**0.5,
@@ -43,15 +45,17 @@ def compute_step_metrics(
         imbalance=total_uneven / total_layers if total_layers else None,
         stop_requested=stops > 0,
         mtp_losses=tuple(further) or None,
+        local_square=local_square,
     )
 
 
 def all_reduce_metrics(
     modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the ranks' shares of loss, squared norm and expert load, and take their largest memory.
 
-    Two small all-reduces, and one of the experts' load; not waited for before the values are read.
+    Two small all-reduces, and one of the experts' load; not waited for before the values are read. The last of the
+    three is this rank's own share of the squared norm.
     """
     modules = list(modules)
     uneven, layers = _expert_load(modules, mesh)
@@ -69,9 +73,10 @@ def all_reduce_metrics(
         ]
     )
     largest = torch.tensor(float(memory), device=mesh.device)
+    mine = shares[1:2].clone()
     mesh.world.all_reduce(shares)
     mesh.world.all_reduce(largest, "max")
-    return shares, largest
+    return shares, largest, mine
 
 
 def all_reduce_counted(batch: Batch, mesh: ParallelMesh) -> Tensor | None:
