@@ -64,7 +64,8 @@ class LabHost:
         """The same as on a machine of its own: processes, name and /dev/shm; it ends with whoever started it."""
         network = ("setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{self.namespace}")
         apart = ("unshare", "--pid", "--fork", "--uts", "--mount", "--mount-proc", "--kill-child")
-        inside = f'hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        # A shell stays between: unshare itself says no more than "failed" of a command that a signal ended.
+        inside = f'hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && "$@"; exit $?'
         return *network, *apart, "sh", "-c", inside, "sh"
 
 
