@@ -314,6 +314,34 @@ def test_a_failure_that_the_disk_did_not_take_is_heard_through_the_link(tmp_path
     assert result.failure == "rank 0 failed: OSError: disk full"
 
 
+def test_a_rank_that_was_replaced_does_not_shorten_the_grace_of_the_next(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Process:
+        returncode: int | None = None
+
+        def poll(self) -> int | None:
+            return self.returncode
+
+    made, ranks, now, killed = LocalLauncher(prepared(recipe, world=2), 2), [Process(), Process()], [0.0], list[int]()
+    monkeypatch.setattr(LocalLauncher, "processes", ranks)
+    monkeypatch.setattr(made._recovery, "look", lambda **_: None)
+    monkeypatch.setattr(made, "failure", lambda _: None)
+    monkeypatch.setattr(made._ranks, "signal_all", killed.append)
+    monkeypatch.setattr("danlu.scheduler.local_launcher.time.monotonic", lambda: now[0])
+    ranks[0].returncode = -9
+    made.poll()
+    ranks[0].returncode = None  # a new process
+    made.poll()
+    now[0] = 1000.0
+    ranks[1].returncode = -9  # it has ended just after recovery looked
+    made.poll()
+    assert not killed and made._failed_rank is None
+    now[0] = 1031.0
+    made.poll()
+    assert killed == [signal.SIGKILL], "nobody replaces it"
+
+
 def test_two_runs_started_at_once_get_two_names(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: object) -> None:  # another start takes the name while this one builds its data
         Path("runs/small").mkdir(parents=True)

@@ -116,7 +116,9 @@ class LocalLauncher:
         unwritten = self._ranks.poll_events()
         self._recovery.look(recover=not self.stop_requested)
         is_running = any(process.poll() is None for process in self.processes)
-        if is_running and any(process.poll() for process in self.processes):
+        if not any(process.poll() for process in self.processes):
+            self._deadline = float("inf")  # who had failed was replaced
+        elif is_running:
             self._deadline = min(self._deadline, time.monotonic() + _GRACE_PERIOD)
             if time.monotonic() > self._deadline:
                 self._failed_rank = self.failed_rank  # before the others are killed, which is not their own failure
