@@ -244,11 +244,13 @@ def test_another_coordinator_takes_over_and_knows_what_was_decided(job: Job, mon
 
 def test_an_order_that_nobody_had_read_is_given_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
+        monkeypatch.setattr(job.coordinator, "_give", die)  # nor does it say farewell
         raise KilledError
 
     monkeypatch.setattr(job.coordinator._control, "put", die)  # it is killed once the decision is written down
     job.agents["b"].end(3, -9)
-    job.kill_coordinator(monkeypatch)
+    job.until(lambda: not job._thread.is_alive())
+    job.coordinator.close()
     job.start_coordinator()
     job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
     assert job.agents["b"].orders[1].start == ((3, 1),)
