@@ -268,6 +268,19 @@ def test_a_node_that_was_lost_with_the_coordinator_is_replaced_by_the_next_one(
     assert job.agents["c"].orders[0].start == ((2, 0), (3, 1))
 
 
+def test_ranks_that_were_just_meeting_when_the_coordinator_was_lost_meet_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.kill_coordinator(monkeypatch)
+    for agent in (job.agents["a"], job.agents["b"]):
+        for rank, status in agent.ranks.items():
+            agent.ranks[rank] = status.model_copy(update={"phase": "joining", "lost": 0})
+    job.start_coordinator()
+    job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
+    order = RegroupOrder.from_json(job.agents["a"].orders[1].regroup)
+    assert order.generation == 1 and order.ranks == () and "broke while they started" in order.cause
+
+
 def test_the_coordinator_of_a_requeued_job_starts_afresh(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.kill_coordinator(monkeypatch)
     job.ranks = job.ranks.model_copy(update={"restart": 1})

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from danlu.cli.run_options import ClusterOption, NameOption, PlanOption, RanksPerNodeOption, RecipeArgument
 from danlu.cli.slurm_submit import resolve_ranks_per_node
-from danlu.report import ProgressDisplay, summary, write_run_page
-from danlu.report.terminal import Console
+from danlu.report import ProgressDisplay, summary
+from danlu.report.terminal import Console, print_warning
 from danlu.scheduler.network_lab import LabError, NetworkLab, find_lab, lab_down, lab_up, levels_of
 from danlu.spec import load_cluster
 
@@ -72,7 +72,7 @@ def train(
 ) -> None:
     """Train on the hosts of a lab, with an agent on each and a coordinator, as on a cluster."""
     from danlu.runs.prepare import prepare_run
-    from danlu.runs.train import follow_ranks
+    from danlu.runs.train import follow_ranks, record_outcome, write_page
     from danlu.scheduler.lab_launcher import LabLauncher
 
     try:
@@ -86,6 +86,8 @@ def train(
     console = Console(highlight=False)
     run, lock = prepare_run(recipe, plan, cluster, name, count * each, console=console)
     console.print(f'run {run.path}: {count} hosts × {each} ranks of lab "{lab}"', markup=False)
+    if lock.warning:
+        print_warning(lock.warning)
     live = ProgressDisplay(run, console)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `danlu stop` is Ctrl-C from another terminal
     with lock, LabLauncher(run, found, count, each, spares) as launcher:
@@ -95,9 +97,10 @@ def train(
             console.print("stopping after this step; the checkpoint is written first")
             launcher.stop()
             result = follow_ranks(launcher, ProgressDisplay(run, console), console)
+        record_outcome(run, result)
+    write_page(run)
     if run.events.exists():
         console.print(summary(run))
-        console.print_line(f"page: {write_run_page(run)}")
     raise typer.Exit(result.exit_code)
 
 

@@ -160,7 +160,7 @@ class LastingStoreClient(StoreClient):
 
         The first is the shorter: while a host says that nobody serves there, nobody can give orders from there.
         """
-        self._silence, self._absence = silence, absence
+        self._absence = absence
         super().__init__(endpoint, token, 0, seconds, answer_seconds=silence)
 
     def ask(self, request: Request, *fields: str | bytes) -> list[bytes] | None:

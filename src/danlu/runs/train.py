@@ -84,10 +84,10 @@ def train_prepared(run: RunFolder, lock: RunLock, console: Console) -> TrainResu
     try:
         with lock, LocalLauncher(run, world, lock, restarts=recipe.resilience.restarts) as ranks:
             result = follow_ranks(ranks, live, console)
-            _record_end(run, result)
+            record_outcome(run, result)
     except OSError as error:
         raise RunError(f"the ranks could not be started: {error}") from None
-    _write_page(run)
+    write_page(run)
     history = live.history
     if result.failure and not ranks.stop_requested:
         raise TrainError(run, result)
@@ -113,7 +113,8 @@ def follow_ranks(launcher: Launcher, live: ProgressDisplay, console: Console) ->
     return result
 
 
-def _record_end(run: RunFolder, result: LaunchResult) -> None:
+def record_outcome(run: RunFolder, result: LaunchResult) -> None:
+    """Record the end of a run whose rank 0 could not; a disk that does not take it is a warning."""
     try:
         if result.killed_on_request:
             record_end(run, "stopped", "killed on request: progress after the newest checkpoint is lost")
@@ -123,7 +124,8 @@ def _record_end(run: RunFolder, result: LaunchResult) -> None:
         print_warning(f"the end of the run could not be recorded in {run.events}: {error.strerror}")
 
 
-def _write_page(run: RunFolder) -> None:
+def write_page(run: RunFolder) -> None:
+    """Write the page of a run that has events; a disk that does not take it is a warning."""
     if run.events.exists():
         try:
             write_run_page(run)

@@ -83,10 +83,6 @@ class LabLauncher:
         with (self.run.logs / log).open("ab") as output:
             return subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL, process_group=0)
 
-    def power_off(self, host: str) -> None:
-        """End everything on a host at once, as when its power fails."""
-        os.killpg(self._agents[host].pid, signal.SIGKILL)
-
     def poll(self) -> LaunchProgress:
         """The run goes on while its coordinator does; one that is killed is replaced, and takes over."""
         assert self._coordinator is not None
