@@ -12,9 +12,7 @@ Needs root and iproute2. Exits non-zero if a bar is missed. The last line is JSO
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from namespaces import INTERFACE, NetworkLab, bytes_per_second, supernode_lab, why_no_lab
+from namespaces import NetworkLab, bytes_per_second, run_ranks, supernode_lab, why_no_lab
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
@@ -48,7 +46,6 @@ LARGE, SMALL = 16 << 20, 64 << 10
 BAR = 0.9
 MOST_SECONDS = 12.0
 """Sizes whose bound is longer are left out."""
-PORT = 29531
 PATIENCE = 3000.0
 
 Method = Callable[[Tensor, LevelGroups], Tensor]
@@ -127,26 +124,10 @@ def main() -> int:
 
 def measure(lab: NetworkLab, ranks: int, trunk: str, quick: bool) -> list[dict[str, Any]]:
     """Start the ranks on their hosts, and let them measure everything."""
-    each, hosts = ranks // HOSTS, lab.hosts
     with tempfile.TemporaryDirectory() as folder:
-        base = [sys.executable, __file__, "--world", str(ranks), "--store", f"{hosts[0].address}:{PORT}"]
-        base += [
-            "--folder",
-            folder,
-            "--trunk",
-            trunk,
-            "--port",
-            "/".join(lab.port("trunk", 0)),
-            *(["--quick"] if quick else []),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-        started = [
-            subprocess.Popen([*hosts[rank // each].enter, *base, "--rank", str(rank)], env=environment)
-            for rank in range(ranks)
-        ]
-        codes = [process.wait(PATIENCE) for process in started]
-        if any(codes):
-            sys.exit(f"ranks ended with exit codes {codes}")
+        port = "/".join(lab.port("trunk", 0))
+        told = ["--folder", folder, "--trunk", trunk, "--port", port, *(["--quick"] if quick else [])]
+        run_ranks(lab.hosts, ranks, [__file__, *told], PATIENCE)
         return json.loads((Path(folder) / "rows.json").read_text())
 
 

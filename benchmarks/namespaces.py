@@ -5,12 +5,24 @@ with supernodes(inside="2gbit", between="200mbit") as hosts:
 """
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from danlu.scheduler.network_lab import INTERFACE, LabHost, LabLevel, NetworkLab, lab_down, lab_up, why_no_lab
 
-__all__ = ["INTERFACE", "LabHost", "NetworkLab", "bytes_per_second", "supernode_lab", "supernodes", "why_no_lab"]
+__all__ = [
+    "INTERFACE",
+    "LabHost",
+    "NetworkLab",
+    "bytes_per_second",
+    "run_ranks",
+    "supernode_lab",
+    "supernodes",
+    "why_no_lab",
+]
+_PORT = 29531
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -33,6 +45,20 @@ def supernodes(inside: str, between: str, nodes: int = 2, hosts_each: int = 2) -
     """The hosts of such a network, supernode by supernode."""
     with supernode_lab(inside, between, nodes, hosts_each) as lab:
         yield list(lab.hosts)
+
+
+def run_ranks(hosts: Sequence[LabHost], ranks: int, arguments: Sequence[str], seconds: float) -> None:
+    """Run a script's ranks, as many on every host, and wait for them; they are told `--rank`, `--world`, `--store`."""
+    command = [sys.executable, *arguments, "--world", str(ranks), "--store", f"{hosts[0].address}:{_PORT}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    each = ranks // len(hosts)
+    started = [
+        subprocess.Popen([*hosts[rank // each].enter, *command, "--rank", str(rank)], env=environment)
+        for rank in range(ranks)
+    ]
+    codes = [process.wait(seconds) for process in started]
+    if any(codes):
+        sys.exit(f"ranks ended with exit codes {codes}")
 
 
 def bytes_per_second(rate: str) -> float:

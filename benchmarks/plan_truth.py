@@ -15,9 +15,7 @@ Exits non-zero if a bar is missed.
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from namespaces import INTERFACE, LabHost, supernodes, why_no_lab
+from probed_cluster import probe_cluster
 from real_layouts import Layout, World, layouts, layouts_apart, recipe, worlds
 from reports import add_report_option, write_report
 from rich.console import Console
@@ -36,7 +35,7 @@ from rich.table import Table
 
 from danlu.planner.request import PlanRequest
 from danlu.planner.search import price_plan
-from danlu.spec import Cluster, load_cluster
+from danlu.spec import Cluster
 
 INSIDE, BETWEEN = "2gbit", "200mbit"
 """Links of a host, and of a supernode of two hosts."""
@@ -179,8 +178,7 @@ class Part:
         with worlds(self.sizes, enter, INTERFACE if self.hosts else "", first) as started:
             for row in self.rows:
                 self.advance(f"building {row.layout.name}")
-                started[row.layout.world].order(do="build", layout=row.layout.name)
-                started[row.layout.world].order(do="steps", layout=row.layout.name, steps=1)
+                started[row.layout.world].build(row.layout.name, recipe(row.layout), row.layout.plan)
             self.predict()
             for _ in range(self.bars.rounds):
                 for row in self.rows:
@@ -200,7 +198,7 @@ class Part:
     def step(self, row: Row, world: World) -> None:
         """Run one step of a layout."""
         watch = Watch([rank.pid for rank in world.ranks])
-        (seconds,) = world.order(do="steps", layout=row.layout.name, steps=1)["seconds"]
+        seconds = world.step(row.layout.name)
         (row.disturbed if watch.others() > DISTURBED else row.steps).append(seconds)
 
     def predict(self) -> None:
@@ -215,33 +213,11 @@ class Part:
         """The machine as `danlu probe` sees it."""
         self.advance(f"danlu probe, {ranks} ranks")
         file = self.folder / f"{self.place}-{ranks}.toml"
-        common = [sys.executable, "-m", "danlu", "probe", "--ranks", str(ranks), "--threads", "1", "-o", str(file)]
-        common += ["--disk", str(self.folder), *(["--quick"] if self.quick else [])]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        commands = [common]
-        if self.hosts:
-            environment["GLOO_SOCKET_IFNAME"] = INTERFACE
-            join = [*common, "--levels", LEVELS, "--rdzv-endpoint", f"{self.hosts[0].address}:{free_port()}"]
-            commands = [[*host.enter, *join, "--rank", str(rank)] for rank, host in enumerate(self.hosts)]
-        started = [
-            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for command in commands
-        ]
-        told = [process.communicate()[1] for process in started]
-        if any(process.returncode for process in started):
-            sys.exit(f"danlu probe failed:\n{''.join(told)}")
-        return load_cluster(str(file))
+        return probe_cluster(file, ranks, quick=self.quick, levels=LEVELS, hosts=self.hosts)
 
     def advance(self, what: str, by: int = 1) -> None:
         """Show the current activity."""
         self.progress.update(self.task, description=f"{self.place}: {what}", advance=by)
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 class Watch:

@@ -1,7 +1,8 @@
-"""Layouts trained on real ranks of this machine, one step at a time on command; used by `plan_truth.py`.
+"""Layouts trained on real ranks of this machine, one step at a time on command.
 
 Every world of ranks is started once and builds all its layouts; then it waits for orders on its standard input, so
-that layouts of different worlds can take turns and noise of the machine affects all of them equally.
+that layouts of different worlds can take turns and noise of the machine affects all of them equally. Used by
+`plan_truth.py` and `topology.py`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from danlu.spec.cluster import Cluster
 from danlu.spec.model import Model, Moe
 from danlu.spec.names import sanitize_name
 from danlu.spec.plan import Degrees, PipelineConfig, Plan
@@ -125,6 +127,17 @@ class World:
 
     ranks: tuple[subprocess.Popen[str], ...]
 
+    def build(self, name: str, made: Recipe, layout: Plan, cluster: Cluster | None = None) -> None:
+        """Build a layout on all ranks, placed on the levels of a cluster, and run its first step."""
+        placed = None if cluster is None else cluster.model_dump(mode="json")
+        spec = {"recipe": made.model_dump(mode="json"), "plan": layout.model_dump(mode="json"), "cluster": placed}
+        self.order(do="build", layout=name, **spec)
+        self.step(name)
+
+    def step(self, name: str) -> float:
+        """Seconds of one step of a layout."""
+        return float(self.order(do="step", layout=name)["seconds"])
+
     def order(self, **what: Any) -> dict[str, Any]:
         """Send an order to all ranks, and return rank 0's answer when all are done."""
         for rank in self.ranks:
@@ -166,12 +179,12 @@ def _start(size: int, apart: Sequence[str], interface: str, host: str) -> Iterat
     for rank in range(size):
         command = [sys.executable, __file__, "--rank", str(rank), "--world", str(size), "--store", f"{host}:{port}"]
         if apart:
-            command = [*apart[rank].split(), *command, "--apart"]
+            command = [*apart[rank].split(), *command]
         yield subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def rank_main(rank: int, world: int, store: str, found: dict[str, Layout]) -> None:
-    """Execute orders: `build` a layout, or run `steps` of it."""
+def rank_main(rank: int, world: int, store: str) -> None:
+    """Execute orders: `build` a layout, run a `step` of it, or `drop` it."""
     import torch
 
     from danlu.chips.registry import find_chip
@@ -182,21 +195,24 @@ def rank_main(rank: int, world: int, store: str, found: dict[str, Layout]) -> No
     find_chip("cpu").runtime.set_device(rank)
     place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=store, token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
-    built: dict[str, Callable[[int], list[float]]] = {}
+    built: dict[str, Callable[[], float]] = {}
     for line in sys.stdin:
         order = json.loads(line)
         name = order["layout"]
         answer: dict[str, Any] = {"layout": name}
         if order["do"] == "build":
-            built[name] = build(found[name], rank)
+            placed = None if order["cluster"] is None else Cluster.model_validate(order["cluster"])
+            built[name] = build(Recipe.model_validate(order["recipe"]), Plan.model_validate(order["plan"]), placed)
+        elif order["do"] == "drop":
+            del built[name]
         else:
-            answer["seconds"] = built[name](order["steps"])
+            answer["seconds"] = built[name]()
         print(json.dumps(answer), flush=True)
     joined.shutdown()
 
 
-def build(layout: Layout, rank: int) -> Callable[[int], list[float]]:
-    """A function that trains so many steps with the full loop of `danlu train`, and returns the seconds of each."""
+def build(made: Recipe, layout: Plan, cluster: Cluster | None) -> Callable[[], float]:
+    """A function that trains one step with the full loop of `danlu train`, and returns its seconds."""
     import torch.distributed as dist
 
     from danlu.chips.registry import find_chip
@@ -207,24 +223,20 @@ def build(layout: Layout, rank: int) -> Callable[[int], list[float]]:
     from danlu.framework.loop import TrainStages, run_training_loop
     from danlu.framework.stages import FixedData
 
-    made = recipe(layout)
-    mesh = build_mesh(layout.plan, World.adopt(), None, experts=layout.experts)
-    state, forward_backward = build_run(made, layout.plan, mesh)
+    mesh = build_mesh(layout, World.adopt(), cluster, experts=made.decoder.moe is not None)
+    state, forward_backward = build_run(made, layout, mesh)
     feed = BatchLoader(Noise(made.batch, made.decoder.vocabulary), made.batch, made.decoder.vocabulary, mesh)
     memory_peak = find_chip("cpu").runtime.max_memory
     stages = TrainStages(FixedData(feed), forward_backward, stop_requested=lambda: True, memory_peak=memory_peak)
 
-    def steps(count: int) -> list[float]:
-        seconds = []
-        for _ in range(count):
-            dist.barrier()
-            began = time.perf_counter()
-            run_training_loop(made, state, mesh, stages)
-            dist.barrier()
-            seconds.append(time.perf_counter() - began)
-        return seconds
+    def step() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        run_training_loop(made, state, mesh, stages)
+        dist.barrier()
+        return time.perf_counter() - began
 
-    return steps
+    return step
 
 
 def main() -> None:
@@ -232,10 +244,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--store", required=True)
-    parser.add_argument("--apart", action="store_true")
     arguments = parser.parse_args()
-    found = {layout.name: layout for layout in (layouts_apart() if arguments.apart else layouts())}
-    rank_main(arguments.rank, arguments.world, arguments.store, found)
+    rank_main(arguments.rank, arguments.world, arguments.store)
 
 
 if __name__ == "__main__":

@@ -33,12 +33,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from danlu.comm.level_groups import build_level_groups
 from danlu.comm.mesh import build_mesh
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.decoder.attention import CoreAttention
-from danlu.framework.decoder.moe import Experts, LocalDispatcher, Router
+from danlu.framework.decoder.moe import Experts, LocalDispatcher, Router, through_experts
 from danlu.parallel.context import UlyssesAttention
+from danlu.parallel.deduplicated_dispatch import DeduplicatedDispatcher
 from danlu.parallel.expert import AllToAllDispatcher
 from danlu.parallel.grad_norm import clip_grads_with_norm, local_squared_norm
 from danlu.parallel.loss import cross_entropy_sum
@@ -138,6 +140,32 @@ def expert_exchange(folder: Path) -> None:
             close(parameter.grad, whole[held])
 
 
+def tokens_sent_once(folder: Path) -> None:
+    """Four ranks on two levels, two experts each: many experts of a token, one, and ranks or experts without tokens."""
+    rank = dist.get_rank()
+    world = World.adopt()
+    weights = {"gate": normal(8, 6, 4, seed=1), "up": normal(8, 6, 4, seed=2), "down": normal(8, 4, 6, seed=3)}
+    everyone, held = experts(weights), slice(2 * rank, 2 * rank + 2)
+    for number, (tokens, top_k, used) in enumerate(((5, 4, 8), (7, 1, 8), (3, 2, 3), (0, 2, 8))):
+        counts = [tokens, 2 * tokens, 0, tokens]  # of every rank
+        drawn = torch.Generator().manual_seed(number)
+        every = [torch.rand(count, used, generator=drawn).topk(top_k).indices for count in counts]
+        x = normal(counts[rank], 6, seed=10 + rank).requires_grad_()
+        shares = normal(counts[rank], top_k, seed=20 + rank).requires_grad_()
+        expected = through_experts(
+            x, every[rank], shares, top_k, every[rank].flatten().bincount(minlength=8), LocalDispatcher(), everyone
+        )
+        wanted = torch.autograd.grad(expected.square().sum(), [x, shares])
+
+        mine = experts({name: weight[held] for name, weight in weights.items()})
+        dispatcher = DeduplicatedDispatcher(build_level_groups(world, range(4), (2, 2), f"case {number}"), 8)
+        found = through_experts(x, every[rank], shares, top_k, torch.zeros(8), dispatcher, mine)
+        found.square().sum().backward()
+        close(found, expected)
+        close(x.grad, wanted[0])
+        close(shares.grad, wanted[1])
+
+
 def auxiliary_loss_of_split_sequences(folder: Path) -> None:
     moe = Moe(experts=4, top_k=2, width=4, balance_rate=0.5)
     x = normal(3, 8, 6)
@@ -219,7 +247,7 @@ def groups_of_a_mesh(folder: Path) -> None:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    4: (exchanged_core, norm_of_fsdp_over_tp, groups_of_a_mesh),
+    4: (exchanged_core, norm_of_fsdp_over_tp, groups_of_a_mesh, tokens_sent_once),
     2: (
         split_cross_entropy,
         exchanged_core,

@@ -137,6 +137,11 @@ def _layouts() -> list[Layout]:
     gpt("tied, tp", {"tied": True}, tp=2)
     gpt("tied, fsdp", {"tied": True}, shard=2)
     moe("ep", shard=2, ep=2)
+    once = {"token_dispatcher": "deduplicated"}
+    moe("ep, deduplicated", shard=2, ep=2, **once)
+    moe("ep 4 over two levels, deduplicated", shard=4, ep=4, mapping={"ep": {"node": 2, "fabric": 2}}, **once)
+    moe("ep 4 over tp, deduplicated, recompute full", shard=2, tp=2, ep=4, recompute="full", **once)
+    moe("1f1b × hsdp × ep, deduplicated", pp=2, replicate=2, shard=2, ep=2, microbatches=4, **once)
     moe("ep, balanced by bias", {"balance": "bias", "score": "sigmoid"}, shard=2, ep=2)
     moe("ep 4", shard=4, ep=4)
 
@@ -405,7 +410,7 @@ QUICK = (
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
     "fsdp × tp, regathered",
-    *("moe fsdp × ep", "moe ep over tp", "tp × ring cp"),
+    *("moe fsdp × ep", "moe ep over tp", "tp × ring cp", "moe ep 4 over two levels, deduplicated"),
     *("muon hsdp", "muon fsdp × tp"),
     "mtp tp × 1f1b",
     "mla fsdp × tp × ep 4",

@@ -80,7 +80,6 @@ def broadcast(tensor: Tensor, over: LevelGroups, source: int) -> None:
         level = over.levels[depth]
         # Who shares the source's place on the inner levels takes part: it has the tensor, or is given it here.
         if all(over.levels[each].coordinate == coordinates[each] for each in range(depth)):
-            assert level.group is not None
             dist.broadcast(tensor, group=level.group, group_src=coordinates[depth])
 
 

@@ -23,8 +23,8 @@ class Level:
     """Ranks, or blocks of ranks, that it joins."""
     coordinate: int
     """Which of them this rank is, or is in."""
-    group: ProcessGroup | None
-    """The ranks that differ from this one here alone, in order; None for a level of one."""
+    group: ProcessGroup
+    """The ranks that differ from this one here alone, in order."""
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,7 @@ def build_level_groups(world: World, ranks: Sequence[int], sizes: Sequence[int],
         if size == 1:
             continue
         along = tuple(slice(None) if each == axis else here[each] for each in range(len(sizes)))
-        levels.append(Level(size, here[axis], world.new_group(grid[along].tolist(), f"{name}·{depth}")))
+        group = world.new_group(grid[along].tolist(), f"{name}·{depth}")
+        assert group is not None  # this rank is a member
+        levels.append(Level(size, here[axis], group))
     return LevelGroups(tuple(levels))

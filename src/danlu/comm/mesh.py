@@ -7,6 +7,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from danlu.comm.level_groups import LevelGroups, build_level_groups
 from danlu.comm.rank_layout import RankLayout, dense_layout, expert_layout
 from danlu.comm.world import World
 from danlu.spec.cluster import Cluster
@@ -41,6 +42,8 @@ class ParallelMesh:
     """The tensor-parallel ranks; None for one."""
     ep_mesh: DeviceMesh | None
     """The expert-parallel ranks; None for one."""
+    ep_levels: LevelGroups | None
+    """The same by level of the network, if tokens are deduplicated; else None."""
     coordinates: dict[str, int]
     """This rank's coordinate along every axis."""
     groups: dict[tuple[str, ...], ProcessGroup | None]
@@ -89,6 +92,10 @@ def build_mesh(plan: Plan, world: World, cluster: Cluster | None, experts: bool)
     by_expert = (
         make.mesh(expert, EXPERT_MESH_AXES, "expert_shard", replicas) if experts or plan.degrees.ep > 1 else None
     )
+    ep_levels = None
+    if plan.degrees.ep > 1 and plan.token_dispatcher == "deduplicated":
+        members = np.sort(expert.ranks_along(world.rank, ("ep",)), axis=None).tolist()
+        ep_levels = build_level_groups(world, members, expert.factors["ep"], "ep")
     return ParallelMesh(
         plan=plan,
         world=world,
@@ -98,6 +105,7 @@ def build_mesh(plan: Plan, world: World, cluster: Cluster | None, experts: bool)
         expert_fsdp_mesh=_hsdp_submesh(by_expert, "expert_shard") if by_expert else None,
         tp_mesh=by_dense["tp"] if plan.degrees.tp > 1 else None,
         ep_mesh=by_expert["ep"] if by_expert and plan.degrees.ep > 1 else None,
+        ep_levels=ep_levels,
     )
 
 

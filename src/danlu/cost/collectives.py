@@ -213,6 +213,22 @@ def dedup_dispatch_time(network: Network, span: GroupShape, token: float, tokens
     return network.collective_latency + latency + max(outside, inside)
 
 
+def level_dispatch_time(network: Network, span: GroupShape, token: float, tokens: float, top_k: int) -> float:
+    """Seconds to send every token once to each unit of a level that one of its `top_k` experts lies in, level by level.
+
+    From the outermost inwards, each after the one outside it; experts are drawn at random.
+    """
+    seconds, rows, draws = 0.0, tokens, float(top_k)
+    for units, link in reversed(list(zip(span, network.links, strict=True))):
+        if units > 1:
+            hit = 1 - (1 - 1 / units) ** draws
+            rows, draws = rows * units * hit, draws / (units * hit)
+            known = link.measured.seconds("all_to_all", units, rows * token) if link.measured else None
+            direct = network.collective_latency + (units - 1) * (link.latency + rows * token / units / link.bandwidth)
+            seconds += direct if known is None else known
+    return seconds
+
+
 def _distinct_others(ranks: int, draws: int) -> float:
     """Expected number of distinct ranks, other than one, hit by `draws` uniform draws."""
     return (ranks - 1) * (1 - (1 - 1 / ranks) ** draws)

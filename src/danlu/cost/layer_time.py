@@ -16,6 +16,7 @@ from danlu.cost.collectives import (
     all_reduce_time,
     all_to_all_time,
     dedup_dispatch_time,
+    level_dispatch_time,
     reduce_scatter_time,
     ring_turn_time,
 )
@@ -302,9 +303,10 @@ class _LayerTimer:
         """Exposed traffic of experts in one pass: dispatch and combine, less what another microbatch's pass hides."""
         shape, shard, software, width = self.shape, self.shard, self.software, self.device.element_bytes
         held = width * experts.exchanged_elements(shard)
-        if software.dedup_dispatch:
+        if software.dedup_dispatch or software.level_dispatch:
             routed = shard.tokens / shard.tp * software.expert_imbalance
-            once = dedup_dispatch_time(self.network, self.local.ep_group, width * shape.width, routed, shape.top_k)
+            dispatch_time = level_dispatch_time if software.level_dispatch else dedup_dispatch_time
+            once = dispatch_time(self.network, self.local.ep_group, width * shape.width, routed, shape.top_k)
         else:
             once = all_to_all_time(self.network, self.local.ep_group, held)
         if software.expert_tp > 1:

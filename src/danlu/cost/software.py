@@ -69,6 +69,9 @@ class Software:
     """Send between stages while computing; only the interleaved schedules can."""
     dedup_dispatch: bool = False
     """Send a token once to every node and rank that needs it (DeepEP, HybridEP), not once per expert."""
+    level_dispatch: bool = False
+    """Send a token once to every unit of each level that needs it, level by level, as `token_dispatcher =
+    "deduplicated"` does."""
     fused_grouped_gemm: bool = False
     """Run the matmuls of all experts in one kernel, with the activation in it, not one call per expert."""
     quantized_input_bytes: float = 0.0

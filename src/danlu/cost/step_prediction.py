@@ -118,6 +118,8 @@ def predict(
         software = replace(software, eager=False)
     if plan.regather_inputs:
         software = replace(software, keep_gathered_inputs=False)
+    if plan.token_dispatcher == "deduplicated":
+        software = replace(software, level_dispatch=True)
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
 
 

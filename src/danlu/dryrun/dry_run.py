@@ -30,6 +30,7 @@ from danlu.framework.stages import FixedData
 from danlu.framework.state import TrainState
 from danlu.framework.step_metrics import StepMetrics, all_reduce_metrics
 from danlu.parallel.batch import Batch, TokensAhead
+from danlu.parallel.deduplicated_dispatch import DeduplicatedDispatcher
 from danlu.parallel.expert import AllToAllDispatcher
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.spec.cluster import Cluster
@@ -241,7 +242,7 @@ def assume_balanced_routing(state: TrainState) -> None:
     """Give every expert an equal load: the router decides by values that FakeTensors do not have."""
     for stage_module in state.stage_modules:
         for module in stage_module.modules():
-            if isinstance(module, LocalDispatcher | AllToAllDispatcher):
+            if isinstance(module, LocalDispatcher | AllToAllDispatcher | DeduplicatedDispatcher):
                 module.assume_balanced = True
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer sharded over the ranks of `ep`, token copies sent by all-to-all."""
+"""Expert parallelism: the experts of a layer sharded over the ranks of `ep`, tokens sent to them and back."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from danlu.comm.level_groups import LevelGroups
+from danlu.parallel.deduplicated_dispatch import DeduplicatedDispatcher
 from danlu.torch_compat import all_to_all_single, all_to_all_single_autograd, wait_tensor
 
 
@@ -62,18 +64,23 @@ def balanced_send_counts(copies: int, experts: int, ranks: int, rank: int) -> li
     return counts
 
 
-def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh, levels: LevelGroups | None) -> None:
     """Keep this rank's experts of every layer (`experts`) and reach the others through its `dispatcher`.
 
     Parameters stay global tensors of all experts, sharded by expert: checkpoints have experts by global index.
     """
     for layer in layers:
-        shard_experts(layer.get_submodule("experts"), mesh)
-        layer.dispatcher = AllToAllDispatcher(mesh.get_group())
+        layer.dispatcher = shard_experts(layer.get_submodule("experts"), mesh, levels)
 
 
-def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard parameters that are stacked by expert over the ranks of `ep`."""
+def shard_experts(experts: nn.Module, mesh: DeviceMesh, levels: LevelGroups | None) -> nn.Module:
+    """Shard parameters that are stacked by expert over the ranks of `ep`; the dispatcher that reaches all of them.
+
+    It sends a token once to every part of the network if it is given the `levels` of `ep`.
+    """
+    count = 0
     for name, weight in list(experts.named_parameters()):
+        count = len(weight)
         sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
         experts.register_parameter(name, nn.Parameter(sharded))
+    return AllToAllDispatcher(mesh.get_group()) if levels is None else DeduplicatedDispatcher(levels, count)

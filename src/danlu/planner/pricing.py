@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from danlu.cost import flops_per_token
 from danlu.cost.collectives import Link
@@ -103,7 +103,12 @@ class PricedPlan:
 
 
 def software_for(
-    request: PlanRequest, recompute: PlanRecompute, *, regather_inputs: bool = False, compiled: bool = False
+    request: PlanRequest,
+    recompute: PlanRecompute,
+    *,
+    regather_inputs: bool = False,
+    compiled: bool = False,
+    deduplicated: bool = False,
 ) -> Software:
     """Danlu's own software traits, with the recipe's precision and document mask."""
     precision = request.recipe.precision
@@ -112,6 +117,7 @@ def software_for(
         document_mask=request.recipe.data.document_mask,
         keep_gathered_inputs=not regather_inputs,
         eager=not compiled,
+        level_dispatch=deduplicated,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
@@ -130,6 +136,15 @@ def _quantized_bytes(precision: PrecisionConfig) -> float:
     return 1.0 + (4.0 if precision.matmul == "fp8" else 1.0) / precision.block_of(precision.matmul)
 
 
+class _SoftwareKnobs(NamedTuple):
+    """What of a schedule changes the traits of the software."""
+
+    recompute: PlanRecompute
+    regather_inputs: bool = False
+    compiled: bool = False
+    deduplicated: bool = False
+
+
 class PlanPricer:
     """Prices the layouts of one request; `lower_bound` never exceeds `price` at any placement.
 
@@ -145,7 +160,7 @@ class PlanPricer:
         self._passes: dict[tuple[object, ...], float] = {}
         self._full_batches: dict[tuple[int, ...], float] = {}
         self._networks = RelaxedNetworkBuilder(
-            self._predictor("none", False, False).context.network, request.chips, request.cluster
+            self._predictor(_SoftwareKnobs("none")).context.network, request.chips, request.cluster
         )
 
     def for_chips(self, chips: int) -> "PlanPricer":
@@ -172,9 +187,8 @@ class PlanPricer:
 
         Groups of experts are placed as usual, not as the placement has them, if the traits shard experts further.
         """
-        request, (recompute, regather_inputs, compiled) = self.request, _software_knobs(candidate.schedule)
-        software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
-        software = replace(software, **traits)
+        request = self.request
+        software = replace(software_for(request, **_software_knobs(candidate.schedule)._asdict()), **traits)
         shapes = placement.group_shapes
         if software.expert_tp > 1:
             shapes = tuple(each for each in shapes if each[0] not in _EXPERT_GROUPS)
@@ -217,7 +231,7 @@ class PlanPricer:
             shape.ep,
         )
         network, group_shapes = self._networks.build(sizes, known)
-        predictor = self._relaxed_predictor(*_software_knobs(schedule)).on(network)
+        predictor = self._relaxed_predictor(_software_knobs(schedule)).on(network)
         return predictor.predict(self._layout(candidate, group_shapes), memory)
 
     def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
@@ -287,11 +301,10 @@ class PlanPricer:
         )
 
     def _predictor_of(self, schedule: ScheduleKnobs) -> Predictor:
-        return self._predictor(*_software_knobs(schedule))
+        return self._predictor(_software_knobs(schedule))
 
-    def _new_predictor(self, recompute: PlanRecompute, regather_inputs: bool, compiled: bool) -> Predictor:
-        request = self.request
-        software = software_for(request, recompute, regather_inputs=regather_inputs, compiled=compiled)
+    def _new_predictor(self, knobs: _SoftwareKnobs) -> Predictor:
+        request, software = self.request, software_for(self.request, **knobs._asdict())
         predictor = Predictor(request.model, request.recipe.batch, request.cluster, software, request.matmul_dtype)
         if self._free_level is not None:
             network = predictor.context.network
@@ -301,6 +314,5 @@ class PlanPricer:
         return predictor
 
 
-def _software_knobs(schedule: ScheduleKnobs) -> tuple[PlanRecompute, bool, bool]:
-    """What of a schedule changes the traits of the software."""
-    return schedule.recompute, schedule.regather_inputs, schedule.compile
+def _software_knobs(schedule: ScheduleKnobs) -> _SoftwareKnobs:
+    return _SoftwareKnobs(schedule.recompute, schedule.regather_inputs, schedule.compile, schedule.deduplicated)

@@ -66,6 +66,8 @@ class ScheduleKnobs(NamedTuple):
     """Of layers without recompute; only with tensor parallelism."""
     compile: bool = False
     """Every block; searched only if it is asked for."""
+    deduplicated: bool = False
+    """`token_dispatcher` is deduplicated; not searched."""
 
 
 class DataKnobs(NamedTuple):
@@ -102,6 +104,7 @@ class Candidate(NamedTuple):
             recompute=schedule.recompute,
             regather_inputs=schedule.regather_inputs,
             compile=schedule.compile,
+            token_dispatcher="deduplicated" if schedule.deduplicated else "alltoall",
             reshard_after_forward=None if self.data.reshard_after_forward == usual else self.data.reshard_after_forward,
         )
 
@@ -123,6 +126,7 @@ def candidate_from_plan(plan: Plan) -> Candidate:
         tuple(pipeline.layers),
         plan.regather_inputs,
         plan.compile,
+        plan.token_dispatcher == "deduplicated",
     )
     return Candidate(shape, schedule, DataKnobs(degrees.replicate, degrees.shard, plan.resolved_reshard_after_forward))
 

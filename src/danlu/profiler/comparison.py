@@ -57,7 +57,13 @@ def predict_step(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> StepPre
     if cluster is None or not isinstance(recipe.model, Model):
         return None
     request = PlanRequest(recipe=recipe, cluster=cluster, chips=plan.degrees.world)
-    software = software_for(request, plan.recompute, regather_inputs=plan.regather_inputs, compiled=plan.compile)
+    software = software_for(
+        request,
+        plan.recompute,
+        regather_inputs=plan.regather_inputs,
+        compiled=plan.compile,
+        deduplicated=plan.token_dispatcher == "deduplicated",
+    )
     return predict(recipe.model, plan, recipe.batch, cluster, software, request.dtype)
 
 

@@ -27,6 +27,7 @@ gradients), and compiled blocks cannot be split.
 
 
 ContextParallel = Literal["ulysses", "ring"]
+TokenDispatcher = Literal["alltoall", "deduplicated"]
 """How the ranks of `cp` attend over a sequence that they share."""
 
 Degree = Annotated[int, Field(ge=1, le=10**8)]
@@ -130,6 +131,13 @@ class Plan(SpecModel):
     `ulysses`: all-to-alls exchange heads for positions, so `cp` is limited by the heads. `ring`: keys and values travel
     from rank to rank while attention computes, whatever the heads; each rank holds two pieces of a sequence, one from
     either half, so that all have the same work under the causal mask.
+    """
+    token_dispatcher: TokenDispatcher = "alltoall"
+    """How tokens reach the experts of `degrees.ep`.
+
+    `alltoall`: a copy for each chosen expert, in one all-to-all. `deduplicated`: once to every part of the network that
+    holds one of its experts, level by level from the outermost, and the answers are summed on the way back; sums are
+    then taken in another order.
     """
     recompute: Recompute = "none"
     """Activations to recompute in the backward pass: none; all but matmuls and attention; all.

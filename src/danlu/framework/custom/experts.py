@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from danlu.comm.level_groups import LevelGroups
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.module_structure import ModuleStructure
 from danlu.framework.decoder.moe import LocalDispatcher, through_experts
-from danlu.parallel.expert import AllToAllDispatcher, shard_experts
+from danlu.parallel.expert import shard_experts
 from danlu.spec.divisors import closest_divisor
 from danlu.spec.plan import Plan
 
@@ -120,18 +121,17 @@ def _unknown_experts(module: nn.Module) -> Iterator[str]:
             yield f"`{name}` ({type(each).__module__}.{type(each).__qualname__})"
 
 
-def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts of every layer, and reach the others by all-to-all; parameters stay global tensors."""
+def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh, levels: LevelGroups | None) -> None:
+    """Keep this rank's experts of every layer, and reach the others as `ep` does; parameters stay global tensors."""
     for experts in known_experts(module).values():
         count = _count(experts)
-        shard_experts(experts, mesh)
-        _replace_forward(experts, AllToAllDispatcher(mesh.get_group()), count)
+        _replace_forward(experts, shard_experts(experts, mesh, levels), count)
 
 
 def balance_experts(module: nn.Module) -> None:
     """Give every expert the same load, as FakeTensors have no values to choose by; `ep` that is applied stays."""
     for experts in known_experts(module).values():
-        if not isinstance(getattr(experts, "dispatcher", None), AllToAllDispatcher):
+        if not hasattr(experts, "dispatcher"):
             dispatcher = LocalDispatcher()
             dispatcher.assume_balanced = True
             _replace_forward(experts, dispatcher, _count(experts))
@@ -153,8 +153,9 @@ def _forward(experts: nn.Module, count: int, hidden_TD: Tensor, index_TK: Tensor
     counts_E = torch.zeros(count, dtype=torch.int64, device=hidden_TD.device)
     counts_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
     dispatcher = experts.get_submodule("dispatcher")
-    y_TKD = through_experts(hidden_TD, index_TK, top_k, counts_E, dispatcher, partial(_compute, experts))
-    return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+    compute = partial(_compute, experts)
+    y_TD = through_experts(hidden_TD, index_TK, weights_TK, top_k, counts_E, dispatcher, compute)
+    return y_TD.to(hidden_TD.dtype)
 
 
 def _compute(experts: nn.Module, x_ND: Tensor, counts: list[int]) -> Tensor:

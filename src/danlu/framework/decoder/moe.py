@@ -199,19 +199,24 @@ class LocalDispatcher(nn.Module):
 def through_experts(
     x_TD: Tensor,
     chosen_TK: Tensor,
+    weights_TK: Tensor,
     top_k: int,
     counts_E: Tensor,
     dispatcher: nn.Module,
     experts: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """What its chosen experts make of every token, `[T, K, D]`: copies go to them sorted by expert, and come back.
+    """The sum, by their weights, of what its chosen experts make of every token.
 
-    `top_k` is K, as a number that torch.compile need not guard.
+    Copies go to them sorted by expert, and come back; or the dispatcher itself takes tokens and returns sums. `top_k`
+    is K, as a number that torch.compile need not guard.
     """
+    if getattr(dispatcher, "takes_tokens", False):
+        summed_TD: Tensor = dispatcher(x_TD, chosen_TK, weights_TK, experts)
+        return summed_TD
     order_N = chosen_TK.flatten().argsort(stable=True)
     y_ND: Tensor = dispatcher(x_TD[order_N // top_k], counts_E, experts)
     back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
-    return y_ND[back_N].unflatten(0, (-1, top_k))
+    return (y_ND[back_N].unflatten(0, (-1, top_k)) * weights_TK.unsqueeze(-1)).sum(1)
 
 
 class MoeLayer(nn.Module):
@@ -228,8 +233,9 @@ class MoeLayer(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Send every token to its experts and sum their weighted outputs."""
         chosen, weights, counts_E, loss = self.router(x_BSD)
-        y_TKD = through_experts(x_BSD.flatten(0, 1), chosen, self.top_k, counts_E, self.dispatcher, self.experts)
-        y_BSD = (y_TKD * weights.unsqueeze(-1).type_as(y_TKD)).sum(1).view_as(x_BSD)
+        x_TD, weights = x_BSD.flatten(0, 1), weights.type_as(x_BSD)
+        y_TD = through_experts(x_TD, chosen, weights, self.top_k, counts_E, self.dispatcher, self.experts)
+        y_BSD = y_TD.view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         return AuxLossInjector.apply(y_BSD.type_as(x_BSD), loss)

@@ -4,6 +4,7 @@ from danlu.spec.rules.batch import BATCH_RULES, RAMP_RULES
 from danlu.spec.rules.context import CONTEXT_RULES
 from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
+from danlu.spec.rules.expert_dispatch import EXPERT_DISPATCH_RULES
 from danlu.spec.rules.matmul import (
     DECODER_MATMUL_LAYOUT_RULES,
     DECODER_MATMUL_RULES,
@@ -22,7 +23,7 @@ RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPI
 """Rules inside a recipe."""
 DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, *DECODER_MATMUL_RULES, group_patterns_match)
 """The same, where the model is described by its shape."""
-PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES, *MAPPING_RULES)
+PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES, *EXPERT_DISPATCH_RULES, *MAPPING_RULES)
 """Rules inside a plan."""
 LAYOUT_RULES = (*BATCH_RULES, *MATMUL_LAYOUT_RULES)
 """Rules between a recipe and a plan."""
