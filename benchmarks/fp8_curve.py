@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import Empty, Queue
 
 import torch
+from loss_curves import draw, mean, thinned
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -56,8 +57,6 @@ BLOCK = 32
 """Elements of a block in both formats: a matrix of this small model has several."""
 FORMATS: dict[str, MatmulFormat] = {"bf16": "none", "fp8": "fp8", "mxfp8": "mxfp8"}
 COLORS = {"bf16": "#444", "fp8": "#c2410c", "mxfp8": "#2563eb"}
-POINTS = 100
-"""Points of a curve in the report, each the mean of as many steps as make that many."""
 
 
 def recipe(matmul: MatmulFormat, steps: int, shards: Path) -> Recipe:
@@ -114,48 +113,6 @@ def _train(made: Recipe, advance: Callable[[], None]) -> list[float]:
     return [step.loss for step in steps]
 
 
-def mean(values: list[float]) -> float:
-    """The mean of losses."""
-    return sum(values) / len(values)
-
-
-def thinned(losses: list[float]) -> list[float]:
-    """Means of consecutive steps, at most `POINTS` of them."""
-    each = -(-len(losses) // POINTS)
-    return [round(mean(losses[at : at + each]), 5) for at in range(0, len(losses), each)]
-
-
-def draw(curves: dict[str, list[float]], steps: int) -> str:
-    """The curves as a picture."""
-    width, height, left, bottom = 760, 360, 50, 40
-    low, high = (pick(value for curve in curves.values() for value in curve) for pick in (min, max))
-    points = max(len(curve) for curve in curves.values())
-
-    def x(index: float) -> float:
-        return left + (width - left - 90) * index / max(1, points - 1)
-
-    def y(loss: float) -> float:
-        return 15 + (height - 15 - bottom) * (high - loss) / (high - low)
-
-    parts = [f'<rect width="{width}" height="{height}" fill="white"/>']
-    for number in range(int(low), int(high) + 1):
-        if low <= number <= high:
-            parts.append(f'<path d="M{left},{y(number):.1f}H{x(points - 1):.1f}" stroke="#ddd"/>')
-            parts.append(f'<text x="{left - 8}" y="{y(number) + 4:.1f}" text-anchor="end">{number}</text>')
-    for quarter in range(5):
-        at = x((points - 1) * quarter / 4)
-        parts.append(f'<text x="{at:.1f}" y="{height - 18}" text-anchor="middle">{steps * quarter // 4:,}</text>')
-    for row, (name, curve) in enumerate(curves.items()):
-        path = " ".join(f"{x(index):.1f},{y(loss):.1f}" for index, loss in enumerate(curve))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[name]}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{width - 80}" y="{30 + 18 * row}" fill="{COLORS[name]}">{name}</text>')
-    parts.append(f'<text x="{x((points - 1) / 2):.1f}" y="{height - 3}" text-anchor="middle">step</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="13" role="img" aria-label="training loss over {steps:,} steps">{"".join(parts)}</svg>\n'
-    )
-
-
 def main() -> int:
     """Train, compare, draw; returns the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,7 +150,7 @@ def main() -> int:
     console.print(table)
     curves = {name: thinned(each) for name, each in losses.items()}
     if asked.svg:
-        asked.svg.write_text(draw(curves, steps), encoding="utf-8")
+        asked.svg.write_text(draw(curves, steps, COLORS), encoding="utf-8")
     worst = max(abs(each) for each in apart.values())
     figures = {
         "steps": steps,

@@ -142,6 +142,8 @@ def _layouts() -> list[Layout]:
     moe("ep 4 over two levels, deduplicated", shard=4, ep=4, mapping={"ep": {"node": 2, "fabric": 2}}, **once)
     moe("ep 4 over tp, deduplicated, recompute full", shard=2, tp=2, ep=4, recompute="full", **once)
     moe("1f1b × hsdp × ep, deduplicated", pp=2, replicate=2, shard=2, ep=2, microbatches=4, **once)
+    moe("ep, balanced exactly", {"balance": "exact"}, shard=2, ep=2)
+    moe("ep over cp × tp, balanced exactly", {"balance": "exact"}, cp=2, tp=2, ep=4)
     moe("ep, balanced by bias", {"balance": "bias", "score": "sigmoid"}, shard=2, ep=2)
     moe("ep 4", shard=4, ep=4)
 

@@ -21,7 +21,7 @@ from danlu.dryrun.schedule_actions import schedule_actions
 from danlu.dryrun.step_record import StepRecord, build_trace, freeze_record
 from danlu.dryrun.step_recorder import StepRecorder
 from danlu.framework.build import ForwardBackward, build_train_state
-from danlu.framework.decoder.moe import LocalDispatcher
+from danlu.framework.decoder.moe import LocalDispatcher, Router
 from danlu.framework.gradient_accumulation import GradientAccumulation
 from danlu.framework.loop import TrainStages, take_step
 from danlu.framework.mtp_passes import MtpPasses
@@ -242,7 +242,7 @@ def assume_balanced_routing(state: TrainState) -> None:
     """Give every expert an equal load: the router decides by values that FakeTensors do not have."""
     for stage_module in state.stage_modules:
         for module in stage_module.modules():
-            if isinstance(module, LocalDispatcher | AllToAllDispatcher | DeduplicatedDispatcher):
+            if isinstance(module, Router | LocalDispatcher | AllToAllDispatcher | DeduplicatedDispatcher):
                 module.assume_balanced = True
 
 

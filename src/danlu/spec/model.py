@@ -76,8 +76,12 @@ class Moe(SpecModel):
     """Groups that a token chooses: those whose two best experts have the highest sum."""
     bias: bool = False
     """Biases of the router and of every routed expert (gpt-oss)."""
-    balance: Literal["loss", "bias", "none"] = "loss"
-    """Load balancing: an auxiliary loss over each sequence, a bias per expert updated by its load, or none."""
+    balance: Literal["loss", "bias", "exact", "none"] = "loss"
+    """Load balancing: an auxiliary loss over each sequence; a bias per expert, updated by its load; or none.
+
+    `exact`: in training every expert gets the same number of tokens of each sequence, with as little score given up as
+    possible; in evaluation and generation a token chooses freely.
+    """
     balance_rate: float = Field(default=0.01, ge=0, le=1000)
     """Weight of the auxiliary loss, or the update rate of a bias in one step."""
 
@@ -92,6 +96,11 @@ class Moe(SpecModel):
             valid = closest_divisor(self.n_group, self.experts)
             raise ValueError(
                 f"`n_group` must divide `experts` ({self.experts}), but is {self.n_group} instead\nn_group = {valid}"
+            )
+        if self.balance == "exact" and self.topk_group < self.n_group:
+            raise ValueError(
+                "`balance` must not be exact if a token may choose among some groups of experts alone, but "
+                f'`topk_group` is {self.topk_group} of {self.n_group}\nn_group = 1, or balance = "bias"'
             )
         if self.topk_group > self.n_group:
             raise ValueError(

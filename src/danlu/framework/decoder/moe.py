@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, dropless dispatch, and two ways to balance the load. Written for one device.
+"""Mixture of experts: a router, dropless dispatch, and three ways to balance the load. Written for one device.
 
 Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × top_k), F hidden width of an expert.
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from danlu.framework.decoder.exact_balance import choose_evenly
 from danlu.spec.model import Moe
 
 
@@ -57,14 +58,19 @@ class Router(nn.Module):
         """What gradients are multiplied by, where the loss is scaled for fp16."""
         self.sequence_group: dist.ProcessGroup | None = None
         """Ranks that hold shards of the same sequences, if these are sharded."""
+        self.assume_balanced = False
+        """Choose without balancing exactly, which needs values that FakeTensors do not have."""
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen experts and their weights, both T × top_k, copies for every expert, and the auxiliary loss."""
         scores_BSE = self.gate(x_BSD).float()
         shares_BSE = scores_BSE.softmax(-1)
         scores_BSE = shares_BSE if self.moe.score == "softmax" else scores_BSE.sigmoid()
-        # The bias changes the choice, never the weight: balancing must not change the gradient.
-        chosen = self._limit_groups(scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
+        if self.moe.balance == "exact" and self.training and not self.assume_balanced:
+            chosen = self._choose_evenly(scores_BSE.detach())
+        else:
+            # The bias changes the choice, never the weight: balancing must not change the gradient.
+            chosen = self._limit_groups(scores_BSE.detach() + self.bias_E).topk(self.moe.top_k, dim=-1).indices
         weights = scores_BSE.gather(-1, chosen)
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -79,6 +85,15 @@ class Router(nn.Module):
                 self.load_E += counts_E
         loss = self._auxiliary_loss(shares_BSE, counts_BE)
         return chosen.flatten(0, 1), weights.flatten(0, 1), counts_E.long(), loss
+
+    def _choose_evenly(self, scores_BSE: Tensor) -> Tensor:
+        """Experts of which every one gets as many tokens of each sequence, sharded or not."""
+        group = self.sequence_group
+        if group is None:
+            return choose_evenly(scores_BSE, self.moe.top_k)
+        gathered = [torch.empty_like(scores_BSE) for _ in range(group.size())]
+        dist.all_gather(gathered, scores_BSE.contiguous(), group=group)
+        return choose_evenly(torch.cat(gathered, dim=1), self.moe.top_k).chunk(group.size(), dim=1)[group.rank()]
 
     def _limit_groups(self, scores_BSE: Tensor) -> Tensor:
         """Hide the experts outside the `topk_group` groups whose two best experts have the highest sums of scores."""
