@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,10 @@ def test_it_is_free_when_its_holder_is_killed(run: RunFolder) -> None:
         acquire(run).release()
 
 
-def test_a_rank_that_inherited_it_holds_it_after_its_launcher_was_killed(run: RunFolder) -> None:
+def test_a_rank_that_inherited_it_holds_it_after_its_launcher_was_killed(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_EXIT_SECONDS", 0.2)
     with held(run, rank=RANK) as launcher:
         rank = int(launcher.said[0])  # type: ignore[attr-defined]
         process = os.pidfd_open(rank)
@@ -112,6 +116,18 @@ def test_a_rank_that_inherited_it_holds_it_after_its_launcher_was_killed(run: Ru
             signal.pidfd_send_signal(process, signal.SIGKILL)
             os.close(process)
     until(lambda: read_holder(run) is None)
+
+
+def test_whoever_comes_next_waits_for_the_ranks_of_a_killed_launcher(run: RunFolder) -> None:
+    with held(run, rank=RANK) as launcher:
+        process = os.pidfd_open(int(launcher.said[0]))  # type: ignore[attr-defined]
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        late = threading.Timer(0.5, signal.pidfd_send_signal, (process, signal.SIGKILL))
+        late.start()
+        acquire(run).release()
+        late.join()
+        os.close(process)
 
 
 def test_to_ask_for_the_holder_takes_nothing_and_needs_no_right_to_write(run: RunFolder) -> None:

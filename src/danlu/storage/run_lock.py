@@ -27,6 +27,8 @@ from danlu.spec.run_folder import RunFolder
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length (0: to the end), pid
 _LOCKS_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _POLL_SECONDS = 0.05
+_EXIT_SECONDS = 20.0
+"""How long ranks may take to exit after their launcher was killed: a second, on a busy machine several."""
 _HOLDER_WRITE_TIMEOUT = 0.5
 """Seconds a holder has to write its name after it acquired the lock."""
 
@@ -108,13 +110,15 @@ def acquire(
     """Acquire a run's lock and write the holder's name into it; `RunError` names the holder if it is taken.
 
     With a `descriptor` of the lock file that another process has open, that process, `pid`, is the holder.
-    Waits up to `wait` seconds for a holder that is about to exit.
+    Waits up to `wait` seconds for a holder that is about to exit, and a while in any case for the ranks of one that was
+    killed: they notice, and exit too.
     """
     if descriptor is None:
         descriptor = _open_lock_file(run)
-    deadline = time.monotonic() + wait
+    began = time.monotonic()
     while (warning := _lock(descriptor)) is None:
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if waited >= wait and not (waited < _EXIT_SECONDS and _ranks_are_exiting(read_holder(run))):
             os.close(descriptor)
             raise RunError(_busy_message(run))
         time.sleep(_POLL_SECONDS)
@@ -203,10 +207,15 @@ def _write_holder(descriptor: int, pid: int, job: int | None) -> None:
         os.pwrite(descriptor, name.model_dump_json().encode(), 0)
 
 
+def _ranks_are_exiting(found: LockHolder | None) -> bool:
+    """Whether the holder itself is gone, so that its ranks alone still have the lock."""
+    return found is not None and found.is_local and found.job is None and not found.is_alive
+
+
 def _busy_message(run: RunFolder) -> str:
     found = read_holder(run)
     if found is None:
         return f"{run.path} was running until a moment ago: try again"
-    if found.is_local and found.job is None and not found.is_alive:
+    if _ranks_are_exiting(found):
         return f"{run.path}: its launcher (pid {found.pid}) is gone and its ranks are exiting: try again in a moment"
     return f"{run.path} is running: {found}; stop it with: danlu stop {run.path.name}"
