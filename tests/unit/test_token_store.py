@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 
 from danlu.comm.store_channel import ChannelError, decode_fields, encode_fields
 from danlu.comm.store_client import StoreError
-from danlu.comm.store_server import StoreServer
+from danlu.comm.store_server import Request, StoreServer
 from danlu.comm.store_token import StoreTokenError, make_token, read_token
 from danlu.comm.token_store import TokenStore
 
@@ -58,6 +58,27 @@ def test_a_key_is_waited_for(server: StoreServer) -> None:
     assert 0.1 < time.monotonic() - began < 5
     with pytest.raises(StoreError, match="never must be set within 0 s, but no rank has set it"):
         one.wait(["late", "never"], SHORT)
+
+
+def test_many_keys_are_read_in_few_requests(server: StoreServer) -> None:
+    """As every rank reads the addresses of all others; as many values as fit come in one answer."""
+    one = client(server)
+    keys = [f"rank {number}" for number in range(50)]
+    for number, key in enumerate(keys):
+        one.set(key, bytes([number]) * 100_000)
+    asked: list[Request] = []
+    ask = one._client.ask
+
+    def counted(request: Request, *fields: str | bytes) -> list[bytes] | None:
+        asked.append(request)
+        return ask(request, *fields)
+
+    one._client.ask = counted  # type: ignore[method-assign]
+    assert one.multi_get(keys) == [bytes([number]) * 100_000 for number in range(50)]
+    assert asked == [Request.READ] * 5
+    one.set_timeout(SHORT)
+    with pytest.raises(StoreError, match="rank 0, never must be set within 0 s"):
+        one.multi_get(["rank 0", "never"])
 
 
 def test_a_thread_that_waits_does_not_keep_the_others_from_the_store(server: StoreServer) -> None:

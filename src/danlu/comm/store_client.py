@@ -26,6 +26,8 @@ _WAIT_MILLISECONDS = 1000
 """Longest piece: other threads get their turn between two."""
 
 
+_READ_KEYS = 4096
+"""Keys that are asked for at once."""
 _RECONNECT_SECONDS = 0.1
 
 
@@ -76,6 +78,17 @@ class StoreClient:
                 return True
             if time.monotonic() >= deadline:
                 return False
+
+    def read(self, keys: list[str], seconds: float) -> list[bytes] | None:
+        """The values of all keys, which are waited for; None if one is not set within so many seconds."""
+        deadline, values = time.monotonic() + seconds, list[bytes]()
+        while len(values) < len(keys):
+            left = max(0, min(_WAIT_MILLISECONDS, round(1000 * (deadline - time.monotonic()))))
+            found = self.ask(Request.READ, str(left), *keys[len(values) : len(values) + _READ_KEYS])
+            if found is None and time.monotonic() >= deadline:
+                return None
+            values += found or []
+        return values
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""

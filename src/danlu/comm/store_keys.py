@@ -8,6 +8,8 @@ MAX_KEYS = 10_000_000
 MAX_VALUE_BYTES = MAX_FRAME_BYTES - 16
 """So that it fits into one answer."""
 MAX_TOTAL_BYTES = 1 << 30
+_FIELD_BYTES = 4
+"""What a field of an answer takes beside its contents."""
 
 
 class StoreKeys(dict[bytes, bytes]):
@@ -55,6 +57,16 @@ class StoreKeys(dict[bytes, bytes]):
             return False
         self._size -= len(key) + len(value)
         return True
+
+    def first_values(self, keys: list[bytes]) -> list[bytes]:
+        """The values of as many of the first keys as fit into one answer; none unless all are there."""
+        found, left = [], MAX_FRAME_BYTES
+        for key in keys if all(key in self for key in keys) else ():
+            left -= _FIELD_BYTES + len(self[key])
+            if left < _FIELD_BYTES:
+                break
+            found.append(self[key])
+        return found
 
     async def wait(self, keys: list[bytes], seconds: float) -> bool:
         """Whether all keys were there within so many seconds."""

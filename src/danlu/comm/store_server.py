@@ -46,6 +46,7 @@ class Request(IntEnum):
     DELETE = 7  # key
     COUNT = 8
     APPEND = 9  # key, value
+    READ = 10  # milliseconds, keys
 
 
 class Reply(IntEnum):
@@ -212,6 +213,10 @@ class StoreServer:
             case Request.WAIT, [milliseconds, *wanted]:
                 found = await keys.wait(wanted, min(int(milliseconds) / 1000, MAX_WAIT_SECONDS))
                 return encode_fields(Reply.OK if found else Reply.MISSING)
+            case Request.READ, [milliseconds, *wanted]:
+                await keys.wait(wanted, min(int(milliseconds) / 1000, MAX_WAIT_SECONDS))
+                values = keys.first_values(wanted)
+                return encode_fields(Reply.OK, *values) if values else encode_fields(Reply.MISSING)
             case Request.DELETE, [key]:
                 return encode_fields(Reply.OK, b"%d" % keys.delete(key))
             case Request.COUNT, []:

@@ -49,14 +49,13 @@ class TokenStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value of a key, which is waited for."""
-        self.wait([key])
-        if (found := self._client.get(key)) is None:
-            raise StoreError(f"{key!r} was deleted while it was read")
-        return found
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of several keys, which are waited for."""
-        return [self.get(key) for key in keys]
+        if (found := self._client.read(keys, self._timeout.total_seconds())) is None:
+            raise self._missing(keys, self._timeout.total_seconds())
+        return found
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         """Set several keys."""
@@ -96,8 +95,11 @@ class TokenStore(Store):
         """Wait until all keys are set."""
         allowed = (self._timeout if timeout is None else timeout).total_seconds()
         if not self._client.wait(keys, allowed):
-            shown = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            raise StoreError(f"{shown} must be set within {allowed:.0f} s, but no rank has set it")
+            raise self._missing(keys, allowed)
+
+    def _missing(self, keys: list[str], seconds: float) -> StoreError:
+        shown = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+        return StoreError(f"{shown} must be set within {seconds:.0f} s, but no rank has set it")
 
     def _one(self, request: Request, *fields: str | bytes) -> bytes:
         found = self._client.ask(request, *fields)
