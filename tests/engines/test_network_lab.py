@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import make_certificates
 
 from danlu.scheduler.network_lab import (
     LabError,
@@ -86,6 +87,10 @@ sequences = 8
 length = 32
 [resilience]
 peers = 5
+[resilience.tls]
+certificate = "{tls.certificate}"
+key = "{tls.key}"
+authority = "{tls.authority}"
 """
 
 
@@ -165,7 +170,7 @@ def test_a_run_on_a_lab_outlives_a_host_that_is_switched_off(tmp_path: Path) -> 
     if reason := why_no_lab():
         pytest.skip(reason)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(tls=make_certificates(tmp_path / "tls")))
     (tmp_path / "text.txt").write_text("The furnace melts copper and tin. " * 3000)
     made = json.loads(done(danlu(tmp_path, "lab", "up", "cluster.toml", "--name", NAME, "--json")))
     try:

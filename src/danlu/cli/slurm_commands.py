@@ -108,6 +108,7 @@ def slurm_agent(run: RunArgument) -> None:
             ranks.world_size,
             ranks.tasks_per_node,
             ("--recoverable", "--served", "--store-token", str(token_file)),
+            load_recipe(RunFolder(run).recipe).resilience.tls,
         )
     except (StoreTokenError, StoreError, ValueError, OSError) as error:
         _fail(error)

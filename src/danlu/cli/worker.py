@@ -14,7 +14,7 @@ import typer
 
 from danlu.comm.launcher_link import LauncherLink, RegroupOrder
 from danlu.comm.store_token import StoreTokenError, read_token
-from danlu.spec import RunFolder, SpecError
+from danlu.spec import RunFolder, SpecError, load_recipe
 from danlu.spec.profile import ProfileRequest
 from danlu.spec.text import printable
 from danlu.storage.run_lock import RunError
@@ -56,7 +56,8 @@ def worker(
 
     try:
         token = read_token(store_token) if store_token else b""
-        rank_info = RankInfo(rank, world, local_rank, store, token, served)
+        tls = load_recipe(RunFolder(run).recipe).resilience.tls if token else None
+        rank_info = RankInfo(rank, world, local_rank, store, token, served, tls)
         peaks = peak_cache_path(os.environ)
         run_worker(
             RunFolder(run),

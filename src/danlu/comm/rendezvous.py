@@ -8,6 +8,7 @@ from ipaddress import ip_address
 
 from danlu.comm.store_server import StoreServer
 from danlu.comm.token_store import TokenStore
+from danlu.spec.resilience import TlsFiles
 from danlu.torch_compat import FileStore, HashStore, Store
 
 FILE_SCHEME = "file:"
@@ -31,6 +32,8 @@ class RankInfo:
 
     is_served: bool = False
     """Whether somebody else serves the store at `host:port`, so that rank 0 does not open it."""
+    tls: TlsFiles | None = None
+    """Certificates that encrypt connections to a store at `host:port`."""
 
     @property
     def is_single_host(self) -> bool:
@@ -49,10 +52,10 @@ def rendezvous(rank_info: RankInfo, generation: int = 0) -> Store:
     if not rank_info.token:
         raise ValueError(f"a store at {rank_info.endpoint} needs a token: anybody who reaches the port could use it")
     if rank_info.rank or rank_info.is_served:
-        return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT)
+        return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT, tls=rank_info.tls)
     host, _, port = rank_info.endpoint.rpartition(":")
-    server = StoreServer(_listen(host.strip("[]"), int(port)), rank_info.token, generation)
-    return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT, server)
+    server = StoreServer(_listen(host.strip("[]"), int(port)), rank_info.token, generation, rank_info.tls)
+    return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT, server, rank_info.tls)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,6 +1,7 @@
 """A client of a `StoreServer`: reads, writes and waits for keys, if it knows the job's token. No torch."""
 
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -18,6 +19,8 @@ from danlu.comm.store_channel import (
     new_nonce,
 )
 from danlu.comm.store_server import Reply, Request
+from danlu.comm.store_tls import client_context
+from danlu.spec.resilience import TlsFiles
 
 _FIRST_RETRY, _SLOWEST_RETRY = 0.02, 1.0
 _ANSWER_SECONDS = 30.0
@@ -26,6 +29,8 @@ _WAIT_MILLISECONDS = 1000
 """Longest piece: other threads get their turn between two."""
 
 
+_CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""How a connection fails whose other side has ended."""
 _READ_KEYS = 4096
 """Keys that are asked for at once."""
 _RECONNECT_SECONDS = 0.1
@@ -50,12 +55,13 @@ class StoreClient:
         seconds: float,
         *,
         answer_seconds: float = _ANSWER_SECONDS,
+        tls: TlsFiles | None = None,
     ) -> None:
         """Connect to `host:port`, and try again until the server is there or `seconds` are over.
 
-        A server that is silent for `answer_seconds` counts as dead.
+        A server that is silent for `answer_seconds` counts as dead. With certificates, the connection is encrypted.
         """
-        self._answer_seconds = answer_seconds
+        self._answer_seconds, self._tls = answer_seconds, client_context(tls) if tls else None
         self.endpoint, self.generation = endpoint, generation
         self._token, self._lock = token, threading.Lock()
         self._connection = self._connect(seconds)
@@ -108,7 +114,7 @@ class StoreClient:
                 code, answer = self._receive(self._connection)
             except (OSError, ChannelError) as error:
                 self._connection.close()
-                kind = StoreClosedError if isinstance(error, ConnectionError) else StoreError
+                kind = StoreClosedError if isinstance(error, _CLOSED) else StoreError
                 raise kind(f"the store at {self.endpoint} does not answer: {error}") from None
         if code == Reply.REFUSED:
             raise StoreError(f"the store at {self.endpoint} refused: {answer[0].decode(errors='replace')}")
@@ -128,16 +134,30 @@ class StoreClient:
                 connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._answer_seconds)
                 with suppress(OSError):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return self._greet(connection)
+                return self._greet(self._encrypted(connection))
             except OSError as error:
+                if isinstance(error, ssl.SSLError) and not isinstance(error, _CLOSED):
+                    raise StoreError(
+                        f"the store at {self.endpoint} must accept the certificate of `resilience.tls`, and show one "
+                        f"of the same authority, but: {error}"
+                    ) from None
                 if time.monotonic() > deadline:
-                    kind = StoreClosedError if isinstance(error, ConnectionError) else StoreError
+                    kind = StoreClosedError if isinstance(error, _CLOSED) else StoreError
                     raise kind(
                         f"the store at {self.endpoint} must be reached within {seconds:.0f} s, "
                         f"but: {error} (is rank 0 running, and does it have the same token?)"
                     ) from None
                 time.sleep(pause)
                 pause = min(1.5 * pause, _SLOWEST_RETRY)
+
+    def _encrypted(self, connection: socket.socket) -> socket.socket:
+        if self._tls is None:
+            return connection
+        try:
+            return self._tls.wrap_socket(connection)
+        except BaseException:
+            connection.close()
+            raise
 
     def _greet(self, connection: socket.socket) -> socket.socket:
         hello = Hello(self.generation, new_nonce())
@@ -168,13 +188,22 @@ class StoreClient:
 class LastingStoreClient(StoreClient):
     """Connects again to a server that takes another's place, and asks again: for what may be asked twice."""
 
-    def __init__(self, endpoint: str, token: bytes, seconds: float, *, silence: float, absence: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        token: bytes,
+        seconds: float,
+        *,
+        silence: float,
+        absence: float,
+        tls: TlsFiles | None = None,
+    ) -> None:
         """A host that does not answer for `silence` seconds is lost; one on which nobody serves for `absence` is too.
 
         The first is the shorter: while a host says that nobody serves there, nobody can give orders from there.
         """
         self._absence = absence
-        super().__init__(endpoint, token, 0, seconds, answer_seconds=silence)
+        super().__init__(endpoint, token, 0, seconds, answer_seconds=silence, tls=tls)
 
     def ask(self, request: Request, *fields: str | bytes) -> list[bytes] | None:
         """The fields of the answer; None if what was asked for is missing."""

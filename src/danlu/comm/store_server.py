@@ -23,6 +23,8 @@ from danlu.comm.store_channel import (
     new_nonce,
 )
 from danlu.comm.store_keys import StoreKeys
+from danlu.comm.store_tls import server_context
+from danlu.spec.resilience import TlsFiles
 
 Result = TypeVar("Result")
 HANDSHAKE_SECONDS = 5.0
@@ -62,9 +64,10 @@ class Reply(IntEnum):
 class StoreServer:
     """Keys and values of the ranks of one generation; those of an earlier one can neither read nor write."""
 
-    def __init__(self, listener: socket.socket, token: bytes, generation: int = 0) -> None:
-        """Serve on a socket that listens already."""
+    def __init__(self, listener: socket.socket, token: bytes, generation: int = 0, tls: TlsFiles | None = None) -> None:
+        """Serve on a socket that listens already, encrypted if there are certificates."""
         self.generation = generation
+        self._tls = server_context(tls) if tls else None
         self._token, self._listener = token, listener
         self._keys = StoreKeys()
         self._unproven = 0
@@ -126,15 +129,21 @@ class StoreServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
+        patience = HANDSHAKE_SECONDS if self._tls else None
+        starting = asyncio.start_server(self._serve, sock=self._listener, ssl=self._tls, ssl_handshake_timeout=patience)
+        server = self._loop.run_until_complete(starting)
         try:
             self._loop.run_forever()
         finally:
             server.close()
             self._loop.run_until_complete(asyncio.sleep(_LINGER_SECONDS))  # connections that are half accepted
+            left = list(self._clients)
             for task in (tasks := asyncio.all_tasks(self._loop)):
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            for client in left:  # encrypted ones would wait for the other side's farewell
+                client.transport.abort()
+            self._loop.run_until_complete(asyncio.sleep(0))
             self._listener.close()
             self._loop.close()
 

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 from danlu.comm.store_client import StoreClient, StoreError
 from danlu.comm.store_server import Request, StoreServer
+from danlu.spec.resilience import TlsFiles
 from danlu.torch_compat import Store
 
 
@@ -14,19 +15,25 @@ class TokenStore(Store):
     """
 
     def __init__(
-        self, endpoint: str, token: bytes, generation: int, timeout: timedelta, server: StoreServer | None = None
+        self,
+        endpoint: str,
+        token: bytes,
+        generation: int,
+        timeout: timedelta,
+        server: StoreServer | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """Connect, and try again until the server is there or the time is over; a server of this process is kept."""
         super().__init__()
         self._timeout = timeout
         self.endpoint, self.generation = endpoint, generation
-        self._token, self._server = token, server
+        self._token, self._server, self._tls = token, server, tls
         self._clones: list[TokenStore] = []
-        self._client = StoreClient(endpoint, token, generation, timeout.total_seconds())
+        self._client = StoreClient(endpoint, token, generation, timeout.total_seconds(), tls=tls)
 
     def clone(self) -> "TokenStore":
         """The same keys over a connection of its own."""
-        self._clones.append(TokenStore(self.endpoint, self._token, self.generation, self._timeout))
+        self._clones.append(TokenStore(self.endpoint, self._token, self.generation, self._timeout, tls=self._tls))
         return self._clones[-1]
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from danlu.scheduler.rank_map import RankMap
 from danlu.scheduler.recovery import Recovery
 from danlu.scheduler.smaller_layout import find_smaller_plan, is_only_fewer_replicas
 from danlu.spec import Plan, RankFailureEvent, RunFolder, load_cluster, load_plan, load_recipe
+from danlu.spec.resilience import TlsFiles
 
 _POLL_SECONDS = 0.1
 _START_SECONDS = 300.0
@@ -53,13 +54,15 @@ class Coordinator:
     def __init__(self, run: RunFolder, ranks: RankMap, token: bytes, host: str, restarts: int) -> None:
         """`host` is this node's address, on which the stores of agents and of ranks listen."""
         self.run, self.ranks = run, ranks
-        self._control, self._rendezvous = (_serve(endpoint, host, token) for endpoint in (ranks.control, ranks.store))
+        self._recipe, self._plan = load_recipe(run.recipe), load_plan(run.plan)
+        self._control, self._rendezvous = (
+            _serve(endpoint, host, token, self._recipe.resilience.tls) for endpoint in (ranks.control, ranks.store)
+        )
         self._control.take_written()
         self._nodes = {name: Node(name) for name in (*ranks.nodes, *ranks.spares)}
         self._lay_out(ranks.nodes, 0)
         self._unread: dict[tuple[str, int], NodeOrder] = {}
         """Orders that may not have been carried out yet, by node and number."""
-        self._recipe, self._plan = load_recipe(run.recipe), load_plan(run.plan)
         self._cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         self.generation = 0
         self.stop_requested = False
@@ -384,6 +387,6 @@ class AgentReports:
         return ()
 
 
-def _serve(endpoint: str, host: str, token: bytes) -> StoreServer:
+def _serve(endpoint: str, host: str, token: bytes, tls: TlsFiles | None) -> StoreServer:
     listener = socket.create_server((host, int(endpoint.rpartition(":")[2])), backlog=socket.SOMAXCONN)
-    return StoreServer(listener, token)
+    return StoreServer(listener, token, tls=tls)

@@ -30,6 +30,7 @@ from danlu.scheduler.node_messages import (
     wait_for_order,
 )
 from danlu.spec import RunFolder
+from danlu.spec.resilience import TlsFiles
 
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 120.0
@@ -48,11 +49,14 @@ class NodeAgent:
         world_size: int,
         ranks_per_node: int,
         worker_options: tuple[str, ...],
+        tls: TlsFiles | None = None,
     ) -> None:
         """`control` is the endpoint of the coordinator's store."""
         self.run, self.node = run, node
         self._store, self._orders_store = (
-            LastingStoreClient(control, token, seconds, silence=AGENT_LEASE_SECONDS, absence=COORDINATOR_SECONDS)
+            LastingStoreClient(
+                control, token, seconds, silence=AGENT_LEASE_SECONDS, absence=COORDINATOR_SECONDS, tls=tls
+            )
             for seconds in (_CONNECT_SECONDS, AGENT_LEASE_SECONDS)
         )
         self._ranks = HostRanks(

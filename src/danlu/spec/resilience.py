@@ -7,6 +7,27 @@ from pydantic import Field, model_validator
 from danlu.spec.description import MAX_COUNT, SpecModel
 
 
+class TlsFiles(SpecModel):
+    """Certificates for the connections by which the hosts of a run meet: PEM files, at the same place on every host."""
+
+    certificate: str = Field(max_length=4096)
+    """What a host shows to the others."""
+    key: str = Field(max_length=4096)
+    """The certificate's key, without a password."""
+    authority: str = Field(max_length=4096)
+    """Who signed the certificates: hosts without one of theirs are refused."""
+
+    @model_validator(mode="after")
+    def _absolute(self) -> Self:
+        for name in ("certificate", "key", "authority"):
+            if not (path := getattr(self, name)).startswith("/"):
+                raise ValueError(
+                    f'`{name}` must be an absolute path, since every host reads it, but is "{path}"\n'
+                    f'{name} = "/…/{path}"'
+                )
+        return self
+
+
 class ResilienceConfig(SpecModel):
     """A rank that dies or hangs is replaced, and the run goes on from its newest state."""
 
@@ -25,6 +46,12 @@ class ResilienceConfig(SpecModel):
     shrink: float = Field(default=0.5, gt=0, le=1)
     """When a host is lost and none waits: least share of the run's ranks to go on with, on the hosts that are left and
     with the same batches. With 1 the run never goes on with fewer; under Slurm its job is then requeued."""
+
+    tls: TlsFiles | None = None
+    """Encrypt what the ranks, agents and coordinator of several hosts tell each other to meet and to recover.
+
+    Gradients, activations and copies of states take connections of their own, which it does not change.
+    """
 
     @model_validator(mode="after")
     def _copies_are_of_snapshots(self) -> Self:
