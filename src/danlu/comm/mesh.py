@@ -42,12 +42,12 @@ class ParallelMesh:
     """The tensor-parallel ranks; None for one."""
     ep_mesh: DeviceMesh | None
     """The expert-parallel ranks; None for one."""
-    ep_levels: LevelGroups | None
-    """The same by level of the network, if tokens are deduplicated; else None."""
     coordinates: dict[str, int]
     """This rank's coordinate along every axis."""
     groups: dict[tuple[str, ...], ProcessGroup | None]
     """This rank's group for each of `GROUP_AXES`; None for a group of one."""
+    ep_levels: LevelGroups | None = None
+    """The ranks of `ep_mesh` by level of the network, if tokens are deduplicated; else None."""
 
     @property
     def rank(self) -> int:
