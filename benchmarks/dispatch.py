@@ -107,10 +107,9 @@ def rank_main(asked: argparse.Namespace) -> None:
         for copies, once in zip(found["copies"], found["once"], strict=True):
             torch.testing.assert_close(copies, once, rtol=1e-4, atol=1e-4)
         if asked.rank == 0:
-            rows.append(
-                {"top_k": top_k}
-                | {name: told(name, top_k, statistics.median(counted[name]), seconds[name]) for name in dispatchers}
-            )
+            row = {name: told(name, top_k, statistics.median(counted[name]), seconds[name]) for name in dispatchers}
+            ratios = {f"fewer_{key}": row["copies"][key] / row["once"][key] for key in ("bytes", "seconds")}
+            rows.append({"top_k": top_k, **row, **ratios})
     if asked.rank == 0:
         (asked.folder / "rows.json").write_text(json.dumps(rows))
     world.barrier()
@@ -164,8 +163,8 @@ def show(rows: list[dict[str, Any]]) -> None:
                 for each in (copies, once)
                 for text in (format_bytes(each["bytes"]), f"{format_bytes(each['formula'])} ({each['off']:+.1%})")
             ),
-            f"{copies['bytes'] / once['bytes']:.2f} ×",
-            f"{copies['seconds'] / once['seconds']:.2f} ×",
+            f"{row['fewer_bytes']:.2f} ×",
+            f"{row['fewer_seconds']:.2f} ×",
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
