@@ -80,6 +80,8 @@ def train_prepared(run: RunFolder, lock: RunLock, console: Console) -> TrainResu
     console.print(title, markup=False)
     if lock.warning:
         print_warning(lock.warning)
+    if recipe.resilience.tls:
+        print_warning("`resilience.tls` encrypts nothing here: all ranks are on this host, and meet by a private file")
     live = ProgressDisplay(run, console)
     try:
         with lock, LocalLauncher(run, world, lock, restarts=recipe.resilience.restarts) as ranks:
