@@ -20,6 +20,7 @@ from danlu.framework.stages import FixedData, NoProgress, NoSnapshots
 from danlu.framework.state_snapshots import StateSnapshots
 from danlu.spec import load_recipe
 from danlu.spec.plan import Degrees, Plan
+from danlu.spec.resilience import ResilienceConfig
 from danlu.storage.checkpoint.local_shards import local_tensor
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
@@ -40,7 +41,7 @@ def main() -> None:
     data = FixedData(BatchLoader(dataset, recipe.batch, recipe.model.vocabulary, mesh))
     make_flight_folder(folder)
     seconds: dict[str, list[float]] = {"with": [], "without": []}
-    snapshots = StateSnapshots.open(make_flight_folder(folder), state, world, 1, _fail)
+    snapshots = StateSnapshots.open(make_flight_folder(folder), state, world, ResilienceConfig(), None, None, _fail)
     assert snapshots is not None
     for block in range(-WARM_UP_BLOCKS, 2 * blocks):
         kind = "with" if block // 2 % 2 == block % 2 else "without"  # a, b, b, a: drift falls on both alike
