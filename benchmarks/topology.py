@@ -183,7 +183,7 @@ def main() -> int:
         steps = QUICK_STEPS if asked.quick else STEPS
         task = progress.add_task("", total=len(cases) * (1 + len(mappings()) * (1 + steps)))
         for case in cases:
-            results.append(measure(case, steps, asked.quick, partial(advance, progress, task)))
+            results.append(measure(case, steps, partial(advance, progress, task)))
             show(results[-1])
     missed = [] if asked.quick else misses(results)
     for line in missed:
@@ -194,7 +194,7 @@ def main() -> int:
     return int(bool(missed))
 
 
-def measure(case: Case, steps: int, quick: bool, advance: Callable[[str, int], None]) -> dict[str, Any]:
+def measure(case: Case, steps: int, advance: Callable[[str, int], None]) -> dict[str, Any]:
     """Probe the network of a case, ask the planner, and let all layouts take turns."""
     name = f"topology{os.getpid()}"
     lab = lab_up(name, case.levels)

@@ -64,6 +64,14 @@ def test_a_sequence_keeps_nearly_all_that_an_even_choice_can_have(kind: str, opt
     assert float(scores.gather(-1, choose_evenly(scores, 2)).sum()) > 0.999 * optimum
 
 
+@pytest.mark.parametrize("broken", [(0, 3), (slice(None), slice(None))])
+def test_scores_that_are_not_numbers_are_spread_evenly_too(broken: tuple[int | slice, int | slice]) -> None:
+    """The step is skipped for them afterwards; until then nothing may hang or fail."""
+    scores = drawn("collapsed", 1, 24, 8)
+    scores[0][broken] = torch.nan
+    assert choose_evenly(scores, 2).flatten().bincount(minlength=8).tolist() == [6] * 8
+
+
 def test_no_place_in_the_sequence_is_favored() -> None:
     scores = drawn("collapsed", 1, 40, 8)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3))

@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from danlu.comm.level_groups import LevelGroups
 from danlu.torch_compat import all_to_all_single, all_to_all_single_autograd, wait_tensor
@@ -66,7 +67,7 @@ class DeduplicatedDispatcher(nn.Module):
         unit_TK = torch.where(chosen_TK == _NOT_HERE, _NOT_HERE, unit_TK)
         hit = 1 - (1 - 1 / level.size) ** draws  # the chance that a unit is needed
         row_N, unit_N, send = self._rows_by_unit(unit_TK, level.size, hit)
-        receive = self._exchange_counts(send, depth)
+        receive = self._exchange_counts(send, level.group, x_TD.device)
 
         def pass_on(tensor: Tensor) -> Tensor:
             return all_to_all_single_autograd(tensor, receive, send, level.group)
@@ -94,10 +95,9 @@ class DeduplicatedDispatcher(nn.Module):
         unit_N, row_N = needed_UT.nonzero(as_tuple=True)
         return row_N, unit_N, needed_UT.sum(1).tolist()
 
-    def _exchange_counts(self, send: list[int], depth: int) -> list[int]:
+    def _exchange_counts(self, send: list[int], group: ProcessGroup, device: torch.device) -> list[int]:
         """Rows that every unit of a level sends here."""
-        group = self.over.levels[depth - 1].group
-        counts = all_to_all_single(torch.tensor(send), None, None, group)
+        counts = all_to_all_single(torch.tensor(send, device=device), None, None, group)
         wait_tensor(counts)  # else the buffers of the collective are never freed
         return send if self.assume_balanced else counts.tolist()
 

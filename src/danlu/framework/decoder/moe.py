@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from danlu.framework.decoder.exact_balance import choose_evenly
 from danlu.spec.model import Moe
+from danlu.torch_compat import all_gather_single
 
 
 class AuxLossInjector(torch.autograd.Function):
@@ -66,7 +67,7 @@ class Router(nn.Module):
         scores_BSE = self.gate(x_BSD).float()
         shares_BSE = scores_BSE.softmax(-1)
         scores_BSE = shares_BSE if self.moe.score == "softmax" else scores_BSE.sigmoid()
-        if self.moe.balance == "exact" and self.training and not self.assume_balanced:
+        if self.moe.balance == "exact" and self.training:
             chosen = self._choose_evenly(scores_BSE.detach())
         else:
             # The bias changes the choice, never the weight: balancing must not change the gradient.
@@ -89,11 +90,15 @@ class Router(nn.Module):
     def _choose_evenly(self, scores_BSE: Tensor) -> Tensor:
         """Experts of which every one gets as many tokens of each sequence, sharded or not."""
         group = self.sequence_group
-        if group is None:
-            return choose_evenly(scores_BSE, self.moe.top_k)
-        gathered = [torch.empty_like(scores_BSE) for _ in range(group.size())]
-        dist.all_gather(gathered, scores_BSE.contiguous(), group=group)
-        return choose_evenly(torch.cat(gathered, dim=1), self.moe.top_k).chunk(group.size(), dim=1)[group.rank()]
+        if group is not None:
+            gathered_RBSE = scores_BSE.new_empty((group.size(), *scores_BSE.shape))
+            all_gather_single(gathered_RBSE.view(-1), scores_BSE.contiguous().view(-1), group)
+            scores_BSE = gathered_RBSE.transpose(0, 1).flatten(1, 2)
+        if self.assume_balanced:
+            chosen = scores_BSE.topk(self.moe.top_k, dim=-1).indices
+        else:
+            chosen = choose_evenly(scores_BSE, self.moe.top_k)
+        return chosen if group is None else chosen.chunk(group.size(), dim=1)[group.rank()]
 
     def _limit_groups(self, scores_BSE: Tensor) -> Tensor:
         """Hide the experts outside the `topk_group` groups whose two best experts have the highest sums of scores."""
