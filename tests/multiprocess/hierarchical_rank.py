@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from danlu.comm import hierarchical
-from danlu.comm.level_groups import LevelGroups, build_level_groups
+from danlu.comm.level_groups import LevelGroups, build_level_groups, join_level_groups
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 
@@ -101,16 +101,19 @@ def main() -> None:
     rank, size, port, folder, cases = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
     place = RankInfo(rank, size, rank, f"127.0.0.1:{port}", bytes(32))
     world = World.join(place, "gloo", rendezvous(place), timeout=timedelta(seconds=60))
-    layouts = {
-        shape: build_level_groups(world, range(size), shape, "×".join(map(str, shape))) for shape in SHAPES[size]
-    }
+    assert world.store is not None
+    layouts = []
+    for shape in SHAPES[size]:
+        name = "×".join(map(str, shape))
+        layouts.append((shape, build_level_groups(world, range(size), shape, name)))
+        layouts.append((shape, join_level_groups(world.store, rank, shape, f"{name} alone")))
     draw, told, at = np.random.default_rng(7), {"cases": 0, "failed": ""}, ""
     try:
         for number in range(int(cases)):
-            shape = SHAPES[size][draw.integers(len(SHAPES[size]))]
+            shape, over = layouts[draw.integers(len(layouts))]
             case, dtype = CASES[number % len(CASES)], DTYPES[draw.integers(len(DTYPES))]
             at = f"case {number}: {case.__name__} of {dtype} on {shape}"
-            case(draw, layouts[shape], dtype)
+            case(draw, over, dtype)
             told["cases"] = number + 1
     except Exception:
         told["failed"] = f"{at}\n{traceback.format_exc()}"

@@ -7,8 +7,9 @@ import pytest
 from hierarchical_rank import CASES, SHAPES
 from ranks import run_ranks
 
-from danlu.comm.level_groups import build_level_groups
+from danlu.comm.level_groups import build_level_groups, join_level_groups
 from danlu.comm.world import World
+from danlu.torch_compat import HashStore
 
 RANK = Path(__file__).parent / "hierarchical_rank.py"
 DRAWN = 60 * len(CASES)
@@ -27,3 +28,5 @@ def test_levels_that_do_not_join_all_ranks_are_refused() -> None:
         build_level_groups(World(0, 6), range(6), (2, 2), "test")
     with pytest.raises(ValueError, match="rank 7 must be in the group"):
         build_level_groups(World(7, 8), range(4), (2, 2), "test")
+    with pytest.raises(ValueError, match="rank must be below the 4 that the levels join, but is 4"):
+        join_level_groups(HashStore(), 4, (2, 2))

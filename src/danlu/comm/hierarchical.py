@@ -165,7 +165,7 @@ def _blocks_in_order(rows: Tensor, counts: Tensor, order: Tensor) -> Tensor:
 
 def _reduce_scatter_level(tensor: Tensor, level: Level) -> Tensor:
     """This rank's share, of `level.size` equal ones, of the sum over one level."""
-    if dist.get_backend(level.group) in _WITHOUT_REDUCE_SCATTER:
+    if level.group.name() in _WITHOUT_REDUCE_SCATTER:
         received = torch.empty_like(tensor).view(level.size, -1)
         dist.all_to_all_single(received, tensor.view(level.size, -1), group=level.group)
         return received.sum(0, dtype=tensor.dtype)

@@ -5,14 +5,16 @@ host, supernode and trunk. Across each level a rank talks to those that differ f
 connections to a few ranks of every level and not to all of the group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from danlu.comm.world import World
+from danlu.comm.world import TIMEOUT, World
+from danlu.torch_compat import PrefixStore, Store, gloo_device, gloo_group
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LevelGroups:
     """This rank's levels, innermost first; those that join only one are left out."""
 
     levels: tuple[Level, ...]
+    store: Store | None = None
+    """Where members found each other, if no world keeps it: torch does not keep a store that is written in Python."""
 
     @property
     def size(self) -> int:
@@ -59,15 +63,39 @@ def build_level_groups(world: World, ranks: Sequence[int], sizes: Sequence[int],
         )
     if world.rank not in ranks:
         raise ValueError(f"rank {world.rank} must be in the group that it creates, but that has {list(ranks)}")
-    grid = np.array(ranks).reshape(tuple(reversed(sizes)))
-    here = np.argwhere(grid == world.rank)[0].tolist()
     levels = []
+    for depth, members in _neighbors(world.rank, ranks, sizes):
+        group = world.new_group(members, f"{name}·{depth}")
+        assert group is not None  # this rank is a member
+        levels.append(Level(len(members), members.index(world.rank), group))
+    return LevelGroups(tuple(levels))
+
+
+def join_level_groups(
+    store: Store, rank: int, sizes: Sequence[int], name: str = "all", timeout: timedelta = TIMEOUT
+) -> LevelGroups:
+    """Become a rank of as many as the levels join, on CPUs, with no world of all ranks.
+
+    In a world of gloo every rank is connected to every other before anything else happens, which takes minutes with a
+    few hundred ranks on a host and fails with a few thousand. Here a rank is connected to its neighbors on each level
+    alone. Levels that join many can be given as several that join few: 32 as `(4, 8)` is 10 connections, not 31.
+    """
+    if not 0 <= rank < prod(sizes):
+        raise ValueError(f"rank must be below the {prod(sizes)} that the levels join, but is {rank}")
+    device, levels = gloo_device(), []
+    for depth, members in _neighbors(rank, range(prod(sizes)), sizes):
+        label = f"{name}·{depth}·{members[0]}"
+        group = gloo_group(PrefixStore(label, store), members, rank, timeout, label, device)
+        levels.append(Level(len(members), members.index(rank), group))
+    return LevelGroups(tuple(levels), store)
+
+
+def _neighbors(rank: int, ranks: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """The ranks that differ from this one at one level alone, and it, for every level that joins more than one."""
+    grid = np.array(ranks).reshape(tuple(reversed(sizes)))
+    here = np.argwhere(grid == rank)[0].tolist()
     for depth, size in enumerate(sizes):
         axis = len(sizes) - 1 - depth
-        if size == 1:
-            continue
-        along = tuple(slice(None) if each == axis else here[each] for each in range(len(sizes)))
-        group = world.new_group(grid[along].tolist(), f"{name}·{depth}")
-        assert group is not None  # this rank is a member
-        levels.append(Level(size, here[axis], group))
-    return LevelGroups(tuple(levels))
+        if size > 1:
+            along = tuple(slice(None) if each == axis else here[each] for each in range(len(sizes)))
+            yield depth, grid[along].tolist()
