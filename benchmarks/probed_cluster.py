@@ -12,10 +12,22 @@ from namespaces import INTERFACE, LabHost
 from danlu.spec import Cluster, load_cluster
 
 
-def probe_cluster(file: Path, ranks: int, *, quick: bool, levels: str = "", hosts: Sequence[LabHost] = ()) -> Cluster:
-    """Probe so many ranks, each with one thread, and write `file`; `hosts` are those of the ranks, in order."""
+def probe_cluster(
+    file: Path,
+    ranks: int,
+    *,
+    quick: bool,
+    levels: str = "",
+    hosts: Sequence[LabHost] = (),
+    chip_from: Path | None = None,
+) -> Cluster:
+    """Probe so many ranks, each with one thread, and write `file`; `hosts` are those of the ranks, in order.
+
+    With `chip_from`, a cluster file, the network alone.
+    """
     common = [sys.executable, "-m", "danlu", "probe", "--ranks", str(ranks), "--threads", "1", "-o", str(file)]
     common += ["--disk", str(file.parent), *(["--quick"] if quick else [])]
+    common += ["--chip-from", str(chip_from)] if chip_from else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     commands = [common]
     if hosts:

@@ -214,16 +214,16 @@ def rank_main(rank: int, world: int, store: str) -> None:
 def build(made: Recipe, layout: Plan, cluster: Cluster | None) -> Callable[[], float]:
     """A function that trains one step with the full loop of `danlu train`, and returns its seconds."""
     import torch.distributed as dist
+    from group_sharing_world import GroupSharingWorld
 
     from danlu.chips.registry import find_chip
     from danlu.comm.mesh import build_mesh
-    from danlu.comm.world import World
     from danlu.framework.batch_loader import BatchLoader
     from danlu.framework.build import build_train_state as build_run
     from danlu.framework.loop import TrainStages, run_training_loop
     from danlu.framework.stages import FixedData
 
-    mesh = build_mesh(layout, World.adopt(), cluster, experts=made.decoder.moe is not None)
+    mesh = build_mesh(layout, GroupSharingWorld.adopt(), cluster, experts=made.decoder.moe is not None)
     state, forward_backward = build_run(made, layout, mesh)
     feed = BatchLoader(Noise(made.batch, made.decoder.vocabulary), made.batch, made.decoder.vocabulary, mesh)
     memory_peak = find_chip("cpu").runtime.max_memory

@@ -49,8 +49,8 @@ SEARCHED = "ep=2|4|8,pp=1,cp=1,tp=1,microbatches=1,recompute=none,reshard=false"
 SYMMETRIC = "experts over everything"
 GAIN_BAR, LOSS_BAR = 1.6, 0.03
 STEPS, QUICK_STEPS = 6, 2
-SIFTED, SLOW = 2, 1.25
-"""After so many steps, layouts that are so many times as slow as the best are not run again."""
+SIFTED, SLOW = 1, 1.4
+"""After so many steps besides the first, layouts that are so many times as slow as the best are not run again."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Case:
     """Oversubscription of the trunk: what the hosts of a supernode could send, over what its link carries."""
     experts: int = 8
     top_k: int = 2
-    width: int = 512
-    expert_width: int = 256
+    width: int = 256
+    expert_width: int = 128
     layers: int = 2
     sequences: int = 32
-    """Of a global batch, 256 tokens each."""
+    """Of a global batch, 128 tokens each."""
 
     @property
     def levels(self) -> tuple[LabLevel, ...]:
@@ -80,13 +80,13 @@ class Case:
     def recipe(self) -> Recipe:
         """A mixture of experts in every layer."""
         moe = Moe(experts=self.experts, top_k=self.top_k, width=self.expert_width)
-        model = Model(vocabulary=1024, layers=self.layers, width=self.width, heads=8, sequence=256, moe=moe)
+        model = Model(vocabulary=1024, layers=self.layers, width=self.width, heads=8, sequence=128, moe=moe)
         return Recipe(
             name="topology",
             steps=10**6,
             model=model,
             data=DataConfig(shards="none"),
-            batch=BatchConfig(sequences=self.sequences, length=256),
+            batch=BatchConfig(sequences=self.sequences, length=128),
             schedule=LRSchedule(kind="constant"),
         )
 
@@ -103,11 +103,11 @@ def drawn(count: int, seed: int) -> list[Case]:
     return [
         Case(
             f"random {number}",
-            host_rate=dice.choice((25e6, 50e6, 100e6)),
+            host_rate=dice.choice((50e6, 100e6, 200e6)),
             trimmed=round(dice.uniform(1, 20), 1),
             top_k=dice.choice((1, 2, 4)),
-            width=dice.choice((256, 512)),
-            expert_width=dice.choice((128, 512, 1024)),
+            width=dice.choice((128, 256)),
+            expert_width=dice.choice((64, 256, 512)),
             sequences=dice.choice((8, 16, 32)),
         )
         for number in range(count)
@@ -170,6 +170,9 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=10, help="networks and models drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="cases whose name begins so")
+    parser.add_argument(
+        "--chip-from", type=Path, help="cluster file of `danlu probe --ranks 8 --threads 1` on this host"
+    )
     add_report_option(parser)
     asked = parser.parse_args()
     if reason := why_no_lab():
@@ -179,11 +182,14 @@ def main() -> int:
     cases = cases[:1] if asked.quick else cases
     columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=Console(stderr=True)) as progress:
         steps = QUICK_STEPS if asked.quick else STEPS
-        task = progress.add_task("", total=len(cases) * (1 + len(mappings()) * (1 + steps)))
+        task = progress.add_task("danlu probe", total=len(cases) * (1 + len(mappings()) * (1 + steps)))
+        chip = asked.chip_from or Path(folder) / "chip.toml"
+        if asked.chip_from is None:
+            probe_cluster(chip, RANKS, quick=True)
         for case in cases:
-            results.append(measure(case, steps, partial(advance, progress, task)))
+            results.append(measure(case, chip, Path(folder), steps, partial(advance, progress, task)))
             show(results[-1])
     missed = [] if asked.quick else misses(results)
     for line in missed:
@@ -194,16 +200,15 @@ def main() -> int:
     return int(bool(missed))
 
 
-def measure(case: Case, steps: int, advance: Callable[[str, int], None]) -> dict[str, Any]:
-    """Probe the network of a case, ask the planner, and let all layouts take turns."""
+def measure(case: Case, chip: Path, folder: Path, steps: int, advance: Callable[[str, int], None]) -> dict[str, Any]:
+    """Probe the network of a case, whose chip is known, ask the planner, and let all layouts take turns."""
     name = f"topology{os.getpid()}"
     lab = lab_up(name, case.levels)
     try:
         hosts = [host for host in lab.hosts for _ in range(LEVELS["host"])]
         advance(f"{case.name}: danlu probe", 1)
-        with tempfile.TemporaryDirectory() as folder:
-            levels = ",".join(f"{level}:{fanout}" for level, fanout in LEVELS.items())
-            cluster = probe_cluster(Path(folder) / "cluster.toml", RANKS, quick=True, levels=levels, hosts=hosts)
+        levels = ",".join(f"{level}:{fanout}" for level, fanout in LEVELS.items())
+        cluster = probe_cluster(folder / "cluster.toml", RANKS, quick=True, levels=levels, hosts=hosts, chip_from=chip)
         choices = mappings()
         chosen = ask_planner(case, cluster, choices)
         enter = [" ".join(host.enter) for host in hosts]

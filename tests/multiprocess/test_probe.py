@@ -85,6 +85,14 @@ def test_the_probe_writes_a_cluster_that_loads_and_is_plausible(tmp_path: Path) 
     assert {tier.name: tier.kind for tier in cluster.tiers} == {"memory": "memory", "disk": "local"}
     assert [fit["operation"] for fit in answer["ranks"]["fits"]] == list(OPERATIONS)
 
+    again = subprocess.run([*command, "--chip-from", str(file)], capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stderr
+    answer = json.loads(again.stdout)
+    assert answer["ranks"]["operators"] == {}, "they take most of the time, and are known"
+    probed = Cluster.model_validate(answer["cluster"])
+    assert probed.chip == cluster.chip and probed.levels != cluster.levels
+    assert f"The chip's figures are those of {file}." in probed.source
+
 
 def test_one_rank_has_no_network_and_is_still_measured() -> None:
     begun: list[str] = []
@@ -99,7 +107,10 @@ def test_a_rank_that_fails_is_named_with_its_reason() -> None:
         measure_local_ranks("nochip", 2, 1, QUICK)
 
 
-@pytest.mark.parametrize("options", [["--disk", "absent"], ["-o", "absent/cluster.toml"], ["--chip", "nochip"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--disk", "absent"], ["-o", "absent/cluster.toml"], ["--chip", "nochip"], ["--chip-from", "absent.toml"]],
+)
 def test_what_the_user_can_mend_ends_without_a_traceback(tmp_path: Path, options: list[str]) -> None:
     command = [sys.executable, "-m", "danlu", "probe", "--quick", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)

@@ -19,7 +19,7 @@ from danlu.comm.store_token import StoreTokenError, make_token, read_token, user
 from danlu.cost.stragglers import slowest_chip_lag
 from danlu.report.formatting import flop_rate, size
 from danlu.report.terminal import Console
-from danlu.spec import Chip, Cluster, NetworkLevel, OperatorName, StorageTier, TimingCurve
+from danlu.spec import Chip, Cluster, NetworkLevel, OperatorName, SpecError, StorageTier, TimingCurve, load_cluster
 from danlu.spec.toml import dumps
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ def probe(
     levels: Annotated[
         str, typer.Option(help="With --rank: the network from inside out, such as node:8,supernode:32,fabric:4.")
     ] = "",
+    chip_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--chip-from", help="Take the chip's figures from this cluster file, and measure the network alone."
+        ),
+    ] = None,
     disk: Annotated[
         Path, typer.Option(help="Folder on the disk to measure; a test file is written and removed.")
     ] = Path(),
@@ -89,8 +95,12 @@ def probe(
     from danlu.chips.device_benchmark import MeasurementError
 
     try:
+        known = load_cluster(str(chip_from)) if chip_from is not None else None
+    except (OSError, SpecError) as error:
+        _refuse(f"--chip-from: {error}")
+    try:
         probe_rank = _parse_probe_rank(rank, ranks, store, token, levels)
-        figures = _measure(chip, ranks, threads, quick, disk, probe_rank)
+        figures = _measure(chip, ranks, threads, quick, disk, probe_rank, with_operators=known is None)
     except MeasurementError as error:
         _refuse(str(error))
     if rank:
@@ -100,6 +110,9 @@ def probe(
             took = f"{fit.operation} × {fit.ranks} took no longer for more bytes"
             typer.echo(f"warning: {took}: its bandwidth is a lower bound; probe an idle machine", err=True)
     cluster = _cluster(figures, name or platform.machine(), probe_rank)
+    if known is not None:
+        source = f"{cluster.source}\nThe chip's figures are those of {chip_from}."
+        cluster = cluster.model_copy(update={"chip": known.chip, "source": source})
     if output is not None:
         output.write_text(dumps(cluster), encoding="utf-8")
     if as_json:
@@ -160,12 +173,21 @@ def _measure(
     quick: bool,
     folder: Path,
     probe_rank: _ProbeRank | None,
+    *,
+    with_operators: bool,
 ) -> _ProbeResult:
     import torch
 
     from danlu.chips import find_chip, host
     from danlu.chips.device_benchmark import measure_disk_speed, measure_memory_bandwidth
-    from danlu.comm.rank_benchmark import QUICK, THOROUGH, measure_as_rank, measure_local_ranks, measurement_names
+    from danlu.comm.rank_benchmark import (
+        QUICK,
+        THOROUGH,
+        measure_as_rank,
+        measure_local_ranks,
+        measurement_names,
+        no_benchmarks,
+    )
     from danlu.comm.rendezvous import RankInfo
     from danlu.framework.operator_benchmarks import operator_benchmarks
 
@@ -191,9 +213,10 @@ def _measure(
         speed = measure_disk_speed(folder, size=(64 if quick else 256) * 2**20, seconds=0.5 if quick else 2.0)
         progress.advance(task)
         on_step = _step_callback(progress, task)
+        operators = operator_benchmarks if with_operators else no_benchmarks
         each = threads or max(1, host.physical_cores() // ranks)
         if probe_rank is None:
-            figures = measure_local_ranks(chip.name, ranks, each, settings, on_step, operator_benchmarks)
+            figures = measure_local_ranks(chip.name, ranks, each, settings, on_step, operators)
         else:
             info = RankInfo(
                 rank=probe_rank.rank,
@@ -202,7 +225,7 @@ def _measure(
                 endpoint=probe_rank.store,
                 token=probe_rank.token,
             )
-            figures = measure_as_rank(info, chip.name, each, settings, fanouts, on_step, operator_benchmarks)
+            figures = measure_as_rank(info, chip.name, each, settings, fanouts, on_step, operators)
     total = chip.runtime.memory_total()
     if on_host:
         return _ProbeResult(chip, figures, speed, figures.memory_bandwidth * ranks / 2, total, total // ranks)
