@@ -32,6 +32,8 @@ from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from topology_picture import SYMMETRIC_NAME as SYMMETRIC
+from topology_picture import draw
 
 from danlu.planner.request import PlanRequest, parse_constraints
 from danlu.planner.search import price_plan, search
@@ -46,7 +48,6 @@ RANKS = 8
 LEVELS = {"host": 2, "supernode": 2, "trunk": 2}
 SEARCHED = "ep=2|4|8,pp=1,cp=1,tp=1,microbatches=1,recompute=none,reshard=false"
 """What all layouts have in common: they differ by where `replicate`, `shard` and `ep` lie."""
-SYMMETRIC = "experts over everything"
 GAIN_BAR, LOSS_BAR = 1.6, 0.03
 STEPS, QUICK_STEPS = 6, 2
 SIFTED, SLOW = 1, 1.4
@@ -173,6 +174,7 @@ def main() -> int:
     parser.add_argument(
         "--chip-from", type=Path, help="cluster file of `danlu probe --ranks 8 --threads 1` on this host"
     )
+    parser.add_argument("--svg", type=Path, help="draw all layouts here")
     add_report_option(parser)
     asked = parser.parse_args()
     if reason := why_no_lab():
@@ -195,6 +197,8 @@ def main() -> int:
     for line in missed:
         print(f"missed: {line}")
     figures = {"passed": not missed, "missed": missed, "cases": results, **summary(results)}
+    if asked.svg:
+        asked.svg.write_text(draw(results), "utf-8")
     write_report(asked.report, "topology", figures)
     print(json.dumps({"benchmark": "topology", **figures}))
     return int(bool(missed))

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from hierarchical_rank import CASES, SHAPES
 from ranks import run_ranks
 
-from danlu.comm.level_groups import build_level_groups, join_level_groups
+from danlu.comm.hierarchical import all_reduce, all_to_all
+from danlu.comm.level_groups import Level, LevelGroups, build_level_groups, join_level_groups
 from danlu.comm.world import World
 from danlu.torch_compat import HashStore
 
@@ -30,3 +33,10 @@ def test_levels_that_do_not_join_all_ranks_are_refused() -> None:
         build_level_groups(World(7, 8), range(4), (2, 2), "test")
     with pytest.raises(ValueError, match="rank must be below the 4 that the levels join, but is 4"):
         join_level_groups(HashStore(), 4, (2, 2))
+
+
+def test_a_tensor_in_no_pieces_is_refused() -> None:
+    one = LevelGroups((Level(1, 0, dist.ProcessGroup(HashStore(), 0, 1)),))
+    for collective in (all_reduce, all_to_all):
+        with pytest.raises(ValueError, match="`pieces` must be 1 or more, but is 0"):
+            collective(torch.ones(2), one, 0)

@@ -88,6 +88,28 @@ def test_experts_are_routed_evenly_and_exchanged_among_the_ranks_that_hold_them(
     assert trace.place["ep"] == 7
 
 
+def test_tokens_that_are_sent_once_are_counted_once() -> None:
+    plan = Plan(degrees=Degrees(shard=64, ep=8), token_dispatcher="deduplicated")
+    trace = dry_run_rank(recipe("tiny-moe"), plan, None, rank=63)
+    exchanges = [call for call in trace.collectives if call.operation == "all_to_all" and call.dtype == "float32"]
+    rows, width, top_k, layers = 8 * round((1 - (7 / 8) ** 2) * 512), 64, 2, 3
+    counts = {rows * width * 4: 4 * layers, rows * top_k * 4: 2 * layers}
+    assert {call.payload: call.count for call in exchanges} == counts, "rows there and back, and the router's weights"
+
+
+def test_exact_balance_gathers_the_scores_of_a_sequence_that_ranks_share() -> None:
+    plain = recipe("tiny-moe")
+    assert plain.model.moe is not None
+    moe = plain.model.moe.model_copy(update={"balance": "exact"})
+    exact = plain.model_copy(update={"model": plain.model.model_copy(update={"moe": moe})})
+    plan = Plan(degrees=Degrees(shard=4, ep=4, tp=2))
+    gathered = [
+        sum(call.count for call in dry_run_rank(made, plan, None, 0).collectives if call.operation == "all_gather")
+        for made in (plain, exact)
+    ]
+    assert gathered[1] == gathered[0] + 3, "one a layer"
+
+
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(shard=2, cp=2), Degrees(pp=2, tp=2)])
 def test_flops_are_those_of_the_mathematics_and_divide_over_the_ranks(degrees: Degrees) -> None:
     made = recipe(sequences=8)

@@ -251,6 +251,8 @@ def _step_callback(progress: Progress, task: TaskID) -> Callable[[str], None]:
     begun: list[str] = []
 
     def on_step(name: str) -> None:
+        if begun and begun[-1] == name:
+            return  # it goes on
         progress.update(task, description=name, advance=1 if begun else 0)
         begun.append(name)
 

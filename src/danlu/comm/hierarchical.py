@@ -24,6 +24,7 @@ _WITHOUT_REDUCE_SCATTER = ("gloo",)
 
 def all_reduce(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> None:
     """Sum a contiguous tensor over all ranks, in place."""
+    _check_pieces(pieces)
     if not over.levels or not tensor.numel():
         return
     *inner, last = over.levels
@@ -85,6 +86,7 @@ def broadcast(tensor: Tensor, over: LevelGroups, source: int) -> None:
 
 def all_to_all(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> Tensor:
     """Send the r-th part of the first dimension to the r-th rank, and return the parts that all ranks sent here."""
+    _check_pieces(pieces)
     parts = _parts(tensor, over.size).view(over.size, -1)
     if not over.levels or not parts.numel():
         return tensor.clone()
@@ -181,6 +183,11 @@ def _parts(tensor: Tensor, ranks: int) -> Tensor:
             f"the first dimension must hold a part for each of {ranks} ranks, but has {tensor.shape[0]} rows"
         )
     return tensor.contiguous().view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
+
+
+def _check_pieces(pieces: int) -> None:
+    if pieces < 1:
+        raise ValueError(f"`pieces` must be 1 or more, but is {pieces}")
 
 
 def _padded(flat: Tensor, size: int) -> Tensor:

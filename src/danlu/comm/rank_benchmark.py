@@ -143,7 +143,7 @@ def measure_local_ranks(
 ) -> RankMeasurements:
     """Start `ranks` processes on this machine and measure each one's share while all run.
 
-    Calls `on_step` as each measurement begins.
+    Calls `on_step` as each measurement begins, and again while a long one goes on.
 
     Processes are spawned, so a script that calls this needs the usual `if __name__ == "__main__":`.
     They report by JSON over pipes.
@@ -298,11 +298,11 @@ class _RankProbe:
         curves: dict[Dtype, dict[OperatorName, TimingCurve]] = {}
         for name in settings.dtypes:
             on_step(f"operators {name}")
-            if name in peak:
-                found = operators(self.device, BENCHMARK_DTYPES[name])
-                curves[name] = {
-                    operator: self._curve(make(), settings.operator_seconds) for operator, make in found.items()
-                }
+            found = operators(self.device, BENCHMARK_DTYPES[name]) if name in peak else {}
+            curves[name] = {}
+            for operator, make in found.items():
+                on_step(f"operators {name}")  # all of them may take minutes where ranks share cores
+                curves[name][operator] = self._curve(make(), settings.operator_seconds)
         fits: list[CollectiveFit] = []
         timer = CollectiveTimer(
             self.runtime, self.device, self.rank, settings.collective_seconds, settings.collective_sizes
