@@ -193,7 +193,7 @@ def main() -> int:
         if asked.chip_from is None:
             probe_cluster(chip, RANKS, quick=True)
         for case in cases:
-            results.append(measure(case, chip, Path(folder), steps, partial(advance, progress, task)))
+            results.append(measure(case, chip, Path(folder), steps, asked.quick, partial(advance, progress, task)))
             show(results[-1])
             missed = [] if asked.quick else misses(results)
             figures = {"passed": not missed, "missed": missed, "cases": results, **summary(results)}
@@ -206,7 +206,9 @@ def main() -> int:
     return int(bool(missed))
 
 
-def measure(case: Case, chip: Path, folder: Path, steps: int, advance: Callable[[str, int], None]) -> dict[str, Any]:
+def measure(
+    case: Case, chip: Path, folder: Path, steps: int, quick: bool, advance: Callable[[str, int], None]
+) -> dict[str, Any]:
     """Probe the network of a case, whose chip is known, ask the planner, and let all layouts take turns."""
     name = f"topology{os.getpid()}"
     lab = lab_up(name, case.levels)
@@ -214,7 +216,7 @@ def measure(case: Case, chip: Path, folder: Path, steps: int, advance: Callable[
         hosts = [host for host in lab.hosts for _ in range(LEVELS["host"])]
         advance(f"{case.name}: danlu probe", 1)
         levels = ",".join(f"{level}:{fanout}" for level, fanout in LEVELS.items())
-        cluster = probe_cluster(folder / "cluster.toml", RANKS, quick=True, levels=levels, hosts=hosts, chip_from=chip)
+        cluster = probe_cluster(folder / "cluster.toml", RANKS, quick=quick, levels=levels, hosts=hosts, chip_from=chip)
         choices = mappings()
         chosen = ask_planner(case, cluster, choices)
         enter = [" ".join(host.enter) for host in hosts]

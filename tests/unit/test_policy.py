@@ -18,6 +18,7 @@ from danlu.resilience.policy import (
     Stop,
     decide,
     excluded_hosts,
+    quarantined_steps,
 )
 
 
@@ -51,8 +52,15 @@ def test_an_error_that_explains_itself_is_not_tried_again() -> None:
 def test_a_batch_on_which_the_program_fails_twice_is_passed_over() -> None:
     failures = [fault(7, "exception")] * 2
     assert decide(failures[:1], Means()) == Replace((1,), "memory")
-    assert decide(failures, Means()) == Replace((1,), "memory", quarantined=(7,))
-    assert decide([*failures, fault(20)], Means()) == Replace((1,), "memory", quarantined=(7,))
+    assert decide(failures, Means()) == Replace((1,), "memory")
+    assert quarantined_steps(failures[:1]) == ()
+    assert quarantined_steps(failures) == (7,)
+
+
+def test_a_batch_that_is_passed_over_stays_so_whatever_comes() -> None:
+    faults = [*[fault(7, "exception")] * 2, fault(20, "host", (4, 5), "n2")]
+    assert isinstance(decide(faults, Means(hosts=("n1",), smaller_plan="{}")), Replan)
+    assert quarantined_steps(faults) == (7,)
 
 
 def test_the_newest_state_there_is_is_used() -> None:
@@ -100,5 +108,5 @@ def test_a_run_ends_whatever_happens(random: Random, limit: int, spares: tuple[s
         assert decision.tier == "memory", "the newest good state is never left while it exists"
         if isinstance(decision, Replace):
             assert decision.ranks == ranks and decision.spare not in excluded_hosts(faults)
-            done += done in decision.quarantined  # its batch is passed over
+            done += done in quarantined_steps(faults)  # its batch is passed over
     raise AssertionError("the run neither ended nor stopped")

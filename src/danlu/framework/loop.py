@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework.build import ForwardBackward
+from danlu.framework.collapse_alarm import CollapseAlarm
 from danlu.framework.optimizer import learning_rate
 from danlu.framework.spike_recovery import SpikeRecovery
 from danlu.framework.stages import (
@@ -77,6 +78,7 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
     All ranks see the same metrics, so all of them decide alike.
     """
     recovery, last = SpikeRecovery(recipe, stages.checkpoints, stages.events), False
+    collapse = CollapseAlarm(recipe)
     while state.step < recipe.steps and not last:
         _evaluate_if_due(state, stages)  # a run that was asked to stop does this when it resumes
         if state.step in stages.quarantined:
@@ -84,6 +86,8 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
             continue
         step = take_step(recipe, state, mesh, stages)
         stages.events.write(step.event)
+        if (warning := collapse.check(step.event.imbalance)) and mesh.rank == 0:
+            stages.events.warn(warning)
         last = step.stop_requested
         rewound = recovery.rewound(state, step.event, step.verdict)
         # in memory that outlives this process: a fault costs the step in flight

@@ -66,8 +66,6 @@ class Replace:
     tier: Tier
     spare: str = ""
     """Host that they start on; empty for where they were."""
-    quarantined: tuple[int, ...] = ()
-    """Steps whose batches are not trained on: the program failed there again and again."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ class Restore:
     """All ranks start anew: going on with the old processes has led nowhere."""
 
     tier: Tier
-    quarantined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def decide(faults: Sequence[Fault], means: Means, max_faults: int = MAX_FAULTS_P
     """
     fault = faults[-1]
     in_vain = _faults_in_vain(faults)
-    quarantined = _quarantined(faults)
+    quarantined = quarantined_steps(faults)
     if fault.kind == "explained":
         return Stop(fault.message)
     if in_vain >= max_faults and fault.step not in quarantined:
@@ -124,10 +121,10 @@ def decide(faults: Sequence[Fault], means: Means, max_faults: int = MAX_FAULTS_P
     if fault.kind == "host" or fault.host in excluded:
         return _without_host(fault, means, excluded, tier)
     if not fault.ranks:
-        return Retry(tier) if in_vain == 1 else Restore(tier, quarantined)
+        return Retry(tier) if in_vain == 1 else Restore(tier)
     if in_vain == 1 or fault.step in quarantined:
-        return Replace(fault.ranks, tier, quarantined=quarantined)
-    return Restore(tier, quarantined)
+        return Replace(fault.ranks, tier)
+    return Restore(tier)
 
 
 def excluded_hosts(faults: Sequence[Fault]) -> frozenset[str]:
@@ -157,6 +154,7 @@ def _faults_in_vain(faults: Sequence[Fault]) -> int:
     return count
 
 
-def _quarantined(faults: Sequence[Fault]) -> tuple[int, ...]:
+def quarantined_steps(faults: Sequence[Fault]) -> tuple[int, ...]:
+    """Steps whose batches are not trained on, whatever is decided: the program failed there again and again."""
     counts = Counter(fault.step for fault in faults if fault.kind == "exception")
     return tuple(sorted(step for step, count in counts.items() if count >= MAX_BATCH_FAILURES))

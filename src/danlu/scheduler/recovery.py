@@ -9,7 +9,18 @@ from typing import Protocol
 from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
 from danlu.resilience.describe import describe_diagnosis
 from danlu.resilience.diagnosis import Diagnosis
-from danlu.resilience.policy import Fault, FaultKind, Means, Replace, Replan, Restore, Shrink, Stop, decide
+from danlu.resilience.policy import (
+    Fault,
+    FaultKind,
+    Means,
+    Replace,
+    Replan,
+    Restore,
+    Shrink,
+    Stop,
+    decide,
+    quarantined_steps,
+)
 from danlu.resilience.straggler_watch import SlowRank
 from danlu.scheduler.fork_server import RankProcess
 from danlu.scheduler.launcher import record_hang, record_slow_rank
@@ -289,7 +300,7 @@ class Recovery:
             cause=cause,
             failed_at=fault.time,
             has_started=self._has_started,
-            quarantined=decision.quarantined if isinstance(decision, Replace | Restore) else (),
+            quarantined=quarantined_steps(self.faults),
             plan=self._plan,
             resized=is_smaller,
         )
