@@ -14,14 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import (
-    FileStore,
-    HashStore,
-    PrefixStore,
-    Store,
-    _register_process_group,
-    _resolve_process_group,
-)
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, _resolve_process_group
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -127,36 +120,19 @@ def foreach_copy_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(tensors), list(sources))
 
 
-def gloo_device() -> Any:
-    """Through which groups of gloo connect: one for all of them needs one thread, which looks at its sockets 100 times
-    a second, and not one a group.
-    """
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def gloo_group(
-    store: Store, members: Sequence[int], rank: int, timeout: timedelta, name: str, device: Any
-) -> dist.ProcessGroup:
-    """A group of gloo that its members create together; unlike torch's own, without a world of all ranks.
-
-    It is known to torch as any other: `torch.distributed.destroy_process_group(group)` ends it.
-    """
+def gloo_group(store: Store, members: Sequence[int], rank: int, wait: timedelta, name: str, device: Any) -> Any:
+    """A group of gloo that its members create together; unlike torch's own, without a world of all ranks."""
     options, label = cast(Any, dist.ProcessGroupGloo)._Options(), cast(Any, name)
-    options._devices, options._timeout, options._threads = [device], timeout, 2
-    index, kind = list(members).index(rank), dist.ProcessGroup.BackendType.GLOO
+    options._devices, options._timeout, options._threads = [device], wait, 2
+    index, kind, known = list(members).index(rank), dist.ProcessGroup.BackendType.GLOO, dist.distributed_c10d._world
     group = dist.ProcessGroup(store, index, len(members))
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, index, len(members), options))
     group._set_default_backend(kind)
     group._set_group_name(label)
     group._set_group_desc(name)
-    known = dist.distributed_c10d._world
-    known.pg_map[group] = ("gloo", store)
-    known.pg_names[group] = label
+    known.pg_map[group], known.pg_names[group] = ("gloo", store), label
     known.pg_group_ranks[group] = {member: at for at, member in enumerate(members)}
-    known.pg_backend_config[group] = "cpu:gloo"
-    known.tags_to_pg.setdefault("", []).append(group)
-    known.pg_to_tag[group] = ""
-    _register_process_group(label, group)
+    cast(Any, dist.distributed_c10d)._register_process_group(label, group)
     return group
 
 

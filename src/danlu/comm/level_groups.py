@@ -11,10 +11,11 @@ from datetime import timedelta
 from math import prod
 
 import numpy as np
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from danlu.comm.world import TIMEOUT, World
-from danlu.torch_compat import PrefixStore, Store, gloo_device, gloo_group
+from danlu.torch_compat import PrefixStore, Store, gloo_group
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ def join_level_groups(
     """
     if not 0 <= rank < prod(sizes):
         raise ValueError(f"rank must be below the {prod(sizes)} that the levels join, but is {rank}")
-    device, levels = gloo_device(), []
+    levels = []
+    device = (
+        dist.ProcessGroupGloo.create_default_device()
+    )  # one for all groups: it has a thread that polls their sockets
     for depth, members in _neighbors(rank, range(prod(sizes)), sizes):
         label = f"{name}·{depth}·{members[0]}"
         group = gloo_group(PrefixStore(label, store), members, rank, timeout, label, device)
