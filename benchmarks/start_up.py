@@ -48,6 +48,8 @@ def main() -> int:
     parser.add_argument("--mesh", type=int, default=256, help="most ranks of a full mesh")
     add_report_option(parser)
     asked = parser.parse_args()
+    if asked.ranks < SMALLEST:
+        parser.error(f"--ranks must be {SMALLEST} or more, but is {asked.ranks}")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     runs = [
         (count, kind)
