@@ -109,7 +109,13 @@ def test_a_rank_that_fails_is_named_with_its_reason() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--disk", "absent"], ["-o", "absent/cluster.toml"], ["--chip", "nochip"], ["--chip-from", "absent.toml"]],
+    [
+        ["--disk", "absent"],
+        ["-o", "absent/cluster.toml"],
+        ["--chip", "nochip"],
+        ["--chip-from", "absent.toml"],
+        ["--chip-from", "h100-pod", "--ranks", "1"],
+    ],
 )
 def test_what_the_user_can_mend_ends_without_a_traceback(tmp_path: Path, options: list[str]) -> None:
     command = [sys.executable, "-m", "danlu", "probe", "--quick", *options]

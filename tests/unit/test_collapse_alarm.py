@@ -21,6 +21,7 @@ def test_an_uneven_load_is_told_of_once_and_again_after_it_was_even() -> None:
     assert told(alarm(), *[2.1] * 3 * PATIENCE) == [PATIENCE]
     assert told(alarm(), *[2.1] * PATIENCE, 1.2, *[4.0] * PATIENCE) == [PATIENCE, 2 * PATIENCE + 1]
     assert told(alarm(), *[2.1] * (PATIENCE - 1), 1.9, *[2.1] * (PATIENCE - 1)) == [], "not in a row"
+    assert told(alarm(), *[2.1] * (PATIENCE - 1), float("nan"), 2.1) == [], "a load that is no number is no collapse"
 
 
 def test_what_is_uneven_depends_on_how_uneven_it_could_be() -> None:

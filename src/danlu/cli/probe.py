@@ -111,6 +111,9 @@ def probe(
             typer.echo(f"warning: {took}: its bandwidth is a lower bound; probe an idle machine", err=True)
     cluster = _cluster(figures, name or platform.machine(), probe_rank)
     if known is not None:
+        if known.chip.kind != cluster.chip.kind:
+            found, here = known.chip.kind, cluster.chip.kind
+            _refuse(f"--chip-from: {chip_from} must be of chip {here}, which was measured here, but is of {found}")
         source = f"{cluster.source}\nThe chip's figures are those of {chip_from}."
         cluster = cluster.model_copy(update={"chip": known.chip, "source": source})
     if output is not None:

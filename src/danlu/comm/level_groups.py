@@ -84,9 +84,8 @@ def join_level_groups(
     if not 0 <= rank < prod(sizes):
         raise ValueError(f"rank must be below the {prod(sizes)} that the levels join, but is {rank}")
     levels = []
-    device = (
-        dist.ProcessGroupGloo.create_default_device()
-    )  # one for all groups: it has a thread that polls their sockets
+    # One for all groups: it has a thread that polls their sockets.
+    device = dist.ProcessGroupGloo.create_default_device()
     for depth, members in _neighbors(rank, range(prod(sizes)), sizes):
         label = f"{name}·{depth}·{members[0]}"
         group = gloo_group(PrefixStore(label, store), members, rank, timeout, label, device)
