@@ -17,7 +17,7 @@ class NativeBuildHook(BuildHookInterface):
         """Compile; a wheel with libraries is for this platform, and for any Python."""
         if self.target_name != "wheel":
             return
-        failures = runpy.run_path(f"{self.root}/src/danlu/storage/store/native/build.py")["build"]()
+        failures = runpy.run_path(f"{self.root}/src/danlu/native/build.py")["build"]()
         for name, reason in failures.items():
             self.app.display_warning(f"{name}.c is not compiled, and slower portable code will run instead: {reason}")
         if not failures:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -100,24 +101,9 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, in one call for all of them."""
-    return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
-
-
-def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor in place, in one call for all of them."""
-    torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
-    """Move each tensor in place towards another, in one call for all of them."""
-    torch._foreach_lerp_(list(tensors), list(ends), weight)
-
-
-def foreach_copy_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each tensor from another, in one call for all of them."""
-    torch._foreach_copy_(list(tensors), list(sources))
+# One call for all tensors of a list.
+foreach_norm, foreach_copy_ = torch._foreach_norm, torch._foreach_copy_
+foreach_mul_, foreach_lerp_ = torch._foreach_mul_, torch._foreach_lerp_
 
 
 def gloo_group(store: Store, members: Sequence[int], rank: int, wait: timedelta, name: str, device: Any) -> Any:
@@ -134,6 +120,10 @@ def gloo_group(store: Store, members: Sequence[int], rank: int, wait: timedelta,
     known.pg_group_ranks[group] = {member: at for at, member in enumerate(members)}
     cast(Any, dist.distributed_c10d)._register_process_group(label, group)
     return group
+
+
+# Where the ranks of torch's default group found each other.
+default_store: Callable[[], Store] = dist.distributed_c10d._get_default_store
 
 
 def abort_process_groups() -> None:
@@ -460,41 +450,46 @@ def _flash_kernel(query: Tensor, added: Tensor | None) -> str | None:
     return "accelerator" if known and narrow and half and added is None else None
 
 
-BeforeCollective = Callable[[str, tuple[Any, ...]], int]
-AfterCollective = Callable[[int, dist.Work | None], None]
-_observer: tuple[BeforeCollective, AfterCollective] | None = None
-_observed: dict[str, Any] = {}
+CollectiveKernel = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]
+_kernels: dict[str, CollectiveKernel | None] = {"answer": None, "observe": None}  # the last one is called first
+_fronted: set[str] = set()
 _c10d = torch.library.Library("c10d", "IMPL")
+_FRONT = "BackendSelect"  # what autograd calls does not pass the key of autograd
 
 
-def observe_collectives(
-    operators: Sequence[str], before: BeforeCollective | None, after: AfterCollective | None
-) -> None:
-    """Have every call of these c10d operators in this process seen: `before` it by name and arguments, `after` it.
+def intercept_collectives(purpose: str, operators: Sequence[str], kernel: CollectiveKernel | None) -> None:
+    """Have every call of these c10d operators go to `kernel`, with name, arguments, and what passes the call on.
 
-    Without `before` and `after` nobody sees them any more. All paths lead through these operators, also from C++, and
-    only their kernels can be put in front of a backend: there is no public hook that all backends have.
+    There is one to `answer` calls and one to `observe` them, which sees them all; None ends it. All paths lead through
+    these operators, also from C++, and a backend has no public hook.
     """
-    global _observer
-    _observer = (before, after) if before is not None and after is not None else None
-    for name in operators:
-        if name not in _observed:
-            _observed[name] = getattr(torch.ops.c10d, name).default
-            _c10d.impl(name, _observing_kernel(name, _observed[name]), "Autograd", with_keyset=True)
+    _kernels[purpose] = kernel
+    for name in {*operators} - _fronted:
+        _fronted.add(name)
+        _c10d.impl(name, _front_kernel(name, getattr(torch.ops.c10d, name).default), _FRONT, with_keyset=True)
 
 
-def _observing_kernel(name: str, operator: Any) -> Callable[..., Any]:
-    below = torch._C._after_autograd_keyset
+def _front_kernel(name: str, operator: Any) -> Callable[..., Any]:
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _FRONT))
 
-    def kernel(keys: Any, *args: Any) -> Any:
-        observer = _observer
-        if observer is None:
-            return operator.redispatch(keys & below, *args)
-        before, after = observer
-        ticket = before(name, args)
-        result = operator.redispatch(keys & below, *args)
-        boxed = result[-1] if isinstance(result, tuple | list) else result
-        after(ticket, dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None)
-        return result
+    def front(keys: Any, *args: Any) -> Any:
+        call = partial(operator.redispatch, keys & below, *args)
+        for kernel in _kernels.values():
+            call = partial(kernel, name, args, call) if kernel else call
+        return call()
 
-    return kernel
+    return front
+
+
+def work_of(result: Any) -> dist.Work | None:
+    """The handle in what a c10d operator returned."""
+    boxed = result[-1] if isinstance(result, tuple | list) else result
+    return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
+
+
+@cache
+def finished_work() -> Any:
+    """The handle of a collective that is over, as c10d's operators return it."""
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return cast(Any, torch._C._distributed_c10d)._create_work_from_future(future).boxed()

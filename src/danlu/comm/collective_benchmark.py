@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from danlu.chips import Runtime
-from danlu.comm.world import TIMEOUT
+from danlu.comm.world import World
 from danlu.spec.cluster import CollectiveCurve, CollectiveOp
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.divisors import divisors
@@ -136,12 +136,12 @@ def _rank_groups(world: int, below: int, inside: int, across: int) -> Iterator[t
 class CollectiveTimer:
     """Times collectives on one rank; every rank takes the same steps in the same order."""
 
-    def __init__(self, runtime: Runtime, device: torch.device, rank: int, seconds: float, sizes: Sequence[int]) -> None:
+    def __init__(self, runtime: Runtime, world: World, seconds: float, sizes: Sequence[int]) -> None:
         """Every operation is timed for `seconds` over all `sizes` (bytes of its buffer)."""
-        self.runtime, self.device, self.rank = runtime, device, rank
+        self.runtime, self.world, self.device, self.rank = runtime, world, world.device, world.rank
         self.seconds, self.sizes = seconds, sizes
         self._left, self._right = (
-            torch.ones(_PRECEDING_MATMUL_ROWS, _PRECEDING_MATMUL_ROWS, device=device) for _ in range(2)
+            torch.ones(_PRECEDING_MATMUL_ROWS, _PRECEDING_MATMUL_ROWS, device=self.device) for _ in range(2)
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -174,10 +174,7 @@ class CollectiveTimer:
         """This rank in its group; groups stay open, because a second one of the same members would clash with it."""
         members = next(group for group in partition.groups if self.rank in group)
         if members not in self._groups:
-            group = None  # all ranks
-            if len(members) < dist.get_world_size():
-                group = dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
-            self._groups[members] = group
+            self._groups[members] = self.world.new_group(members, "probe")
         return _GroupMember(operation, members, self.rank, self.device, self._groups[members])
 
     def _time_at_size(self, group: "_GroupMember", size: int, budget: float) -> tuple[int, float]:

@@ -6,6 +6,7 @@ and compiled graphs. A kernel of ours stands in front of each, and passes the ca
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup, Work
 
 from danlu.comm.flight_record import FlightWriter
 from danlu.comm.world import ranks_of
-from danlu.torch_compat import observe_collectives
+from danlu.torch_compat import intercept_collectives, work_of
 
 HEARTBEAT_SECONDS = 0.05
 _MAX_PENDING = 16
@@ -53,7 +54,7 @@ class FlightRecorder:
         self._pending: deque[tuple[int, Work]] = deque()
         self._lock = threading.Lock()
         self._over = threading.Event()
-        observe_collectives(OBSERVED_OPERATORS, self._enter, self._entered)
+        intercept_collectives("observe", OBSERVED_OPERATORS, self._record)
         self._thread = threading.Thread(target=self._beat, name="danlu-flight", daemon=True)
         self._thread.start()
 
@@ -72,10 +73,16 @@ class FlightRecorder:
 
         The thread is waited for: one that comes back from torch's C++ code while Python ends aborts the process.
         """
-        observe_collectives((), None, None)
+        intercept_collectives("observe", (), None)
         self._over.set()
         self._thread.join()
         self._pending.clear()
+
+    def _record(self, operator: str, args: tuple[Any, ...], pass_on: Callable[[], Any]) -> Any:
+        ticket = self._enter(operator, args)
+        result = pass_on()
+        self._entered(ticket, work_of(result))
+        return result
 
     def _enter(self, operator: str, args: tuple[Any, ...]) -> int:
         """Before a call: what it is."""

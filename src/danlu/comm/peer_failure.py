@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from danlu.comm.shared_memory import HostPeerError
 from danlu.comm.store_client import StoreError
 from danlu.comm.world import JoinCanceledError
 
@@ -12,7 +13,7 @@ _GLOO_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer",
 def is_peer_failure(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is of a broken connection to other ranks."""
     while error is not None:
-        if isinstance(error, JoinCanceledError | StoreError | dist.DistError):
+        if isinstance(error, JoinCanceledError | HostPeerError | StoreError | dist.DistError):
             return True
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO_WORDS):
             return True

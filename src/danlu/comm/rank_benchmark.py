@@ -33,6 +33,7 @@ from danlu.comm.collective_benchmark import (
     group_partitions,
 )
 from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.world import World
 from danlu.spec.cluster import Dtype, OperatorName, TimingCurve
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.torch_compat import FileStore, Store
@@ -220,7 +221,7 @@ def measure_as_rank(
     try:
         return session.measure(threads, settings, levels, on_step, operators)
     finally:
-        dist.destroy_process_group()
+        session.world.shutdown()
 
 
 def _rank_main(
@@ -247,7 +248,7 @@ def _rank_main(
         session = _RankProbe(find_chip(chip), rank, ranks, rank, FileStore(store, ranks))
         level = (("node", ranks),)
         figures = session.measure(threads, ProbeSettings.model_validate_json(settings), level, on_step, operators)
-        dist.destroy_process_group()
+        session.world.shutdown()
         if rank == 0:
             send("figures", figures.model_dump_json())
     except Exception as error:  # any error must reach the parent
@@ -261,17 +262,11 @@ class _RankProbe:
     def __init__(self, chip: ChipDescriptor, rank: int, ranks: int, local_rank: int, store: Store) -> None:
         if chip.backend is None and ranks > 1:
             raise MeasurementError(f"chip {chip.name} has no collectives: only runs of one rank")
-        self.rank, self.ranks, self._store = rank, ranks, store  # torch does not keep one that is written in Python
+        self.rank, self.ranks = rank, ranks
         self.runtime = chip.runtime
         self.device = chip.runtime.set_device(local_rank)
-        dist.init_process_group(
-            chip.backend,
-            store=store,
-            rank=rank,
-            world_size=ranks,
-            timeout=_TIMEOUT,
-            device_id=None if self.device.type == "cpu" else self.device,
-        )
+        place = RankInfo(rank, ranks, local_rank)
+        self.world = World.join(place, chip.backend or "gloo", store, self.device, timeout=_TIMEOUT)
 
     def measure(
         self,
@@ -304,9 +299,7 @@ class _RankProbe:
                 on_step(f"operators {name}")  # all of them may take minutes where ranks share cores
                 curves[name][operator] = self._curve(make(), settings.operator_seconds)
         fits: list[CollectiveFit] = []
-        timer = CollectiveTimer(
-            self.runtime, self.device, self.rank, settings.collective_seconds, settings.collective_sizes
-        )
+        timer = CollectiveTimer(self.runtime, self.world, settings.collective_seconds, settings.collective_sizes)
         for partition in group_partitions(levels):
             for operation in OPERATIONS:
                 on_step(f"{operation} × {partition.group_size}")

@@ -1,10 +1,11 @@
 """The ranks of a run and their collectives: the only user of torch's default process group."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -13,19 +14,32 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from danlu import torch_compat
+from danlu.comm.host_group import HostGroup
 from danlu.comm.interrupt import shut_connections
+from danlu.comm.own_collectives import (
+    Reduction,
+    answer_calls,
+    close_own_collectives,
+    interrupt_own_collectives,
+    is_answered,
+)
 from danlu.comm.own_sockets import own_sockets
 from danlu.comm.rendezvous import RankInfo
+from danlu.comm.shared_memory import SharedMemoryError, host_identity
 from danlu.torch_compat import PrefixStore, Store
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective of any group waits for the other ranks."""
 CPU = torch.device("cpu")
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-Reduction = Literal["sum", "max", "min"]
 
 
 _FIRST_POLL, _SLOWEST_POLL = 0.002, 0.2
+_OVER_SOCKETS = ("gloo",)
+"""Backends that send over sockets also inside a host."""
+_MOST_ON_HOST = 256
+"""Groups of more ranks are not on one host, and are not asked about."""
+_SLOW = "collectives of {} ranks on this host go over sockets, which takes several times as long"
 
 
 class JoinCanceledError(RuntimeError):
@@ -51,6 +65,8 @@ class World:
     """What it is a part of: torch does not keep one that is written in Python."""
     earlier_sockets: frozenset[str] = frozenset()
     """Sockets that this process had before it joined: not the world's."""
+    shares_memory: bool = False
+    """Whether groups of ranks on one host communicate through its memory."""
 
     @classmethod
     def join(
@@ -63,18 +79,23 @@ class World:
         generation: int = 0,
         timeout: timedelta = TIMEOUT,
         canceled: Callable[[], bool] | None = None,
+        shares_memory: bool = True,
     ) -> Self:
         """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined.
 
         With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
-        waited for may die meanwhile.
+        waited for may die meanwhile. On CPUs, groups whose ranks are all on one host communicate through its memory,
+        unless `shares_memory` is false.
         """
         whole, store = store, PrefixStore(f"generation-{generation}", store)
         size, earlier = rank_info.world_size, frozenset(own_sockets().values())
         if canceled is not None:
             _wait_for_all(store, size, generation, canceled)
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
-        return cls(rank_info.rank, size, rank_info.local_rank, device, generation, timeout, store, whole, earlier)
+        place = (rank_info.rank, size, rank_info.local_rank, device, generation, timeout)
+        world = cls(*place, store, whole, earlier, shares_memory and backend in _OVER_SOCKETS)
+        world._find_host()
+        return world
 
     @classmethod
     def fake(cls, rank: int, size: int) -> Self:
@@ -84,10 +105,17 @@ class World:
 
     @classmethod
     def adopt(cls, device: torch.device = CPU) -> Self:
-        """The world that this process is a rank of already, as under torchrun; a world of one if it is of none."""
+        """The world that this process is a rank of already, as under torchrun; a world of one if it is of none.
+
+        Every rank calls it.
+        """
         if not dist.is_initialized():
             return cls(device=device)
-        return cls(dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
+        place = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
+        store, shares_memory = torch_compat.default_store(), dist.get_backend() in _OVER_SOCKETS
+        world = cls(*place, store=store, shares_memory=shares_memory)
+        world._find_host()
+        return world
 
     def shutdown(self) -> None:
         """Close every group of this process; it may join another world afterwards.
@@ -95,6 +123,7 @@ class World:
         DTensor caches redistributions together with their mesh. A mesh of the next world that looks the same would
         find the closed groups there, so those caches are cleared too.
         """
+        close_own_collectives()
         dist.destroy_process_group()
         torch_compat.clear_dtensor_caches()
 
@@ -102,6 +131,7 @@ class World:
         """End the collectives in which this process waits, and all later ones, with an error; from any thread."""
         if dist.is_initialized() and dist.get_backend() != "gloo":
             torch_compat.abort_process_groups()
+        interrupt_own_collectives()
         shut_connections(self.earlier_sockets)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> None:
@@ -154,7 +184,35 @@ class World:
         """The group of all ranks, or a new one created by its members alone: no rank waits for a group it is not in."""
         if len(members) == self.size:
             return dist.group.WORLD
-        return dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True, group_desc=name)
+        group: ProcessGroup | None = dist.new_group(
+            list(members), timeout=self.timeout, use_local_synchronization=True, group_desc=name
+        )
+        if group is not None and self.rank in members:
+            self._share_memory(group)
+        return group
+
+    def _find_host(self) -> None:
+        """Tell the others which host this rank is on, and share its memory if they are all there."""
+        if self.shares_memory and self.store is not None:
+            self.store.set(f"host-{self.rank}", host_identity())
+        if dist.group.WORLD is not None:
+            self._share_memory(dist.group.WORLD)
+
+    def _share_memory(self, group: ProcessGroup) -> None:
+        """Have a group communicate through the memory of its ranks' host, if they are on one."""
+        members = ranks_of(group)
+        if not self.shares_memory or self.store is None or not 1 < len(members) <= _MOST_ON_HOST or is_answered(group):
+            return
+        mine, index = host_identity().encode(), members.index(self.rank)
+        if any(self.store.get(f"host-{member}") != mine for member in reversed(members)):
+            return
+        times = self.store.add(f"shared-{group.group_name}-{self.rank}", 1)  # a world may be adopted several times
+        meeting = PrefixStore(f"shared-{group.group_name}-{times}", self.store)
+        try:
+            answer_calls(group, HostGroup.join(meeting, index, len(members), self.timeout))
+        except SharedMemoryError as reason:
+            if index == 0:
+                warnings.warn(f"{_SLOW.format(len(members))}: {reason}", RuntimeWarning, stacklevel=2)
 
     def device_mesh(
         self, groups: Sequence[ProcessGroup | None], ranks: Tensor | None = None, names: tuple[str, ...] | None = None

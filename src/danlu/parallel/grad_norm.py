@@ -37,7 +37,7 @@ def local_squared_norm(parameters: Iterable[nn.Parameter], stage_ranks: int, dev
             by_copies.setdefault(_copies(parameter.grad, stage_ranks), []).append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float32, device=device)
     for copies, gradients in by_copies.items():
-        norms = torch.stack(foreach_norm(gradients, torch.float32))
+        norms = torch.stack(foreach_norm(gradients, 2, dtype=torch.float32))
         total += norms.square().sum() / copies
     return total
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from danlu.native import NativeUnavailableError, native_or_portable
 from danlu.storage.checkpoint.boxes import Dims
 from danlu.storage.checkpoint.manifest import SafetensorsDtype
-from danlu.storage.store.native import NativeUnavailableError, native_or_portable
 from danlu.storage.store.splitmix64 import splitmix64
 
 _LOW_BITS = 16

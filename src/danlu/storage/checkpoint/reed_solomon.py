@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from danlu.storage.store.native import native_or_portable
+from danlu.native import native_or_portable
 from danlu.storage.store.safe_path import Buffer, byte_view
 
 MAX_BLOCKS = 256

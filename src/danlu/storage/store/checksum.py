@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import google_crc32c
 
+from danlu.native import NativeUnavailableError, native_or_portable
 from danlu.storage.store.direct_io import buffer_address
-from danlu.storage.store.native import NativeUnavailableError, native_or_portable
 from danlu.storage.store.safe_path import Buffer, byte_view
 
 _BLOCK_BYTES = 1 << 20  # stays in a core's own cache between being copied and being hashed

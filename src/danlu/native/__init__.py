@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from danlu.storage.store.native import build
+from danlu.native import build
 
 Native = TypeVar("Native")
 Portable = TypeVar("Portable")

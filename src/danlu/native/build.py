@@ -1,6 +1,6 @@
-"""Compile the C files of this folder, each to a library beside it that `danlu.storage.store.native` loads.
+"""Compile the C files of this folder, each to a library beside it that `danlu.native` loads.
 
-    python src/danlu/storage/store/native/build.py
+    python src/danlu/native/build.py
 
 pip runs this when it installs Danlu or builds its wheel. In a checkout on the path, run it after a change of a C file.
 Only Python's own library is imported: pip's build environment has nothing else.

@@ -1,0 +1,196 @@
+"""One rank of the tests of collectives through shared memory: each case as a user of `torch.distributed` calls it."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from danlu.comm import own_collectives
+from danlu.comm.flight_record import FlightWriter
+from danlu.comm.flight_recorder import FlightRecorder
+from danlu.comm.host_group import SLOT_BYTES, HostGroup
+from danlu.comm.peer_failure import is_peer_failure
+from danlu.comm.rendezvous import RankInfo, rendezvous
+from danlu.comm.shared_memory import HostPeerError
+from danlu.comm.world import World
+from danlu.torch_compat import all_gather_single, all_to_all_single_autograd, reduce_scatter_single
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+SIZES = (1, 7, 4096, SLOT_BYTES // 4 - 1, SLOT_BYTES + 3)
+"""Elements: below, around and several times what fits a slot."""
+
+
+def drawn(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """The tensor of one rank; sums of these small numbers are exact in every type."""
+    return torch.randint(0, 4, (size,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def everybodys(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack([drawn(rank, size, dtype) for rank in range(dist.get_world_size())])
+
+
+def for_each(check: Callable[[int, torch.dtype], None]) -> None:
+    for size in SIZES:
+        for dtype in DTYPES:
+            check(size, dtype)
+
+
+def all_reduce(rank: int, ranks: int) -> None:
+    def check(size: int, dtype: torch.dtype) -> None:
+        for operation, expected in (
+            (dist.ReduceOp.SUM, everybodys(size, dtype).sum(0)),
+            (dist.ReduceOp.MAX, everybodys(size, dtype).amax(0)),
+            (dist.ReduceOp.MIN, everybodys(size, dtype).amin(0)),
+        ):
+            found = drawn(rank, size, dtype)
+            dist.all_reduce(found, operation)
+            assert torch.equal(found, expected.to(dtype)), (size, dtype, operation)
+
+    for_each(check)
+    columns = torch.arange(6.0).view(2, 3)[:, 1]  # not contiguous
+    dist.all_reduce(columns)
+    assert columns.tolist() == [1.0 * ranks, 4.0 * ranks]
+
+
+def reduce_scatter(rank: int, ranks: int) -> None:
+    def check(size: int, dtype: torch.dtype) -> None:
+        found = torch.empty(size, dtype=dtype)
+        reduce_scatter_single(found, drawn(rank, size * ranks, dtype))
+        assert torch.equal(found, everybodys(size * ranks, dtype).sum(0).to(dtype).chunk(ranks)[rank]), (size, dtype)
+
+    for_each(check)
+
+
+def all_gather(rank: int, ranks: int) -> None:
+    def check(size: int, dtype: torch.dtype) -> None:
+        found = torch.empty(size * ranks, dtype=dtype)
+        all_gather_single(found, drawn(rank, size, dtype))
+        assert torch.equal(found.view(ranks, -1), everybodys(size, dtype)), (size, dtype)
+        parts = [torch.empty(size, dtype=dtype) for _ in range(ranks)]
+        dist.all_gather(parts, drawn(rank, size, dtype))
+        assert torch.equal(torch.stack(parts), everybodys(size, dtype)), (size, dtype)
+
+    for_each(check)
+
+
+def broadcast(rank: int, ranks: int) -> None:
+    def check(size: int, dtype: torch.dtype) -> None:
+        found = drawn(rank, size, dtype)
+        dist.broadcast(found, src=size % ranks)
+        assert torch.equal(found, drawn(size % ranks, size, dtype)), (size, dtype)
+
+    for_each(check)
+
+
+def all_to_all(rank: int, ranks: int) -> None:
+    def check(size: int, dtype: torch.dtype) -> None:
+        found, given = torch.empty(size * ranks, dtype=dtype), drawn(rank, size * ranks, dtype)
+        dist.all_to_all_single(found, given)
+        assert torch.equal(found, everybodys(size * ranks, dtype).view(ranks, ranks, size)[:, rank].flatten())
+        # Rank r sends (r + s) % ranks · size rows of two to rank s: nothing, and more than the slots of one turn hold.
+        counts = torch.tensor([[(r + s) % ranks * size for s in range(ranks)] for r in range(ranks)])
+        rows = [drawn(r, 2 * int(counts[r].sum()), dtype).view(-1, 2) for r in range(ranks)]
+        found = torch.empty(int(counts[:, rank].sum()), 2, dtype=dtype)
+        dist.all_to_all_single(found, rows[rank], counts[:, rank].tolist(), counts[rank].tolist())
+        expected = [rows[r].split(counts[r].tolist())[rank] for r in range(ranks)]
+        assert torch.equal(found, torch.cat(expected)), (size, dtype)
+
+    for_each(check)
+
+
+def through_autograd(rank: int, ranks: int) -> None:
+    given = torch.arange(2.0 * ranks).requires_grad_()
+    found = all_to_all_single_autograd(given, None, None, dist.group.WORLD)
+    (found * (rank + 1)).sum().backward()
+    assert given.grad is not None
+    assert given.grad.tolist() == [1.0 + each for each in range(ranks) for _ in range(2)]
+
+
+def what_is_not_written_goes_to_the_library(rank: int, ranks: int) -> None:
+    product = torch.full((3,), 2.0)
+    dist.all_reduce(product, dist.ReduceOp.PRODUCT)
+    assert product.tolist() == [2.0**ranks] * 3
+    if rank < 2:
+        message = torch.full((2,), float(rank))
+        dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+        assert message.tolist() == [0.0, 0.0]
+
+
+CASES = (all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, through_autograd)
+
+
+def ranks_that_differ_are_told(rank: int, ranks: int) -> None:
+    with pytest.raises(HostPeerError, match=r"ranks do different things: all_reduce of (8|12) bytes") as told:
+        dist.all_reduce(torch.ones(2 if rank == 0 else 3))
+    assert is_peer_failure(told.value)
+
+
+def counts_that_differ_are_told(rank: int, ranks: int) -> None:
+    sent = [2] * ranks
+    received = [3 if rank == 0 and peer == 1 else 2 for peer in range(ranks)]
+
+    def exchange() -> None:
+        dist.all_to_all_single(torch.empty(sum(received)), torch.ones(2 * ranks), received, sent)
+        dist.barrier()  # the other ranks learn of it here
+
+    with pytest.raises(HostPeerError, match=r"sends 8 bytes to rank 0 .* expects 12|interrupted"):
+        exchange()
+
+
+def a_wait_is_interrupted_from_another_thread(rank: int, ranks: int) -> None:
+    if rank == ranks - 1:
+        time.sleep(1.5)
+        return
+    threading.Timer(0.5, own_collectives.interrupt_own_collectives).start()
+    began = time.monotonic()
+    with pytest.raises(HostPeerError, match="interrupted"):
+        dist.barrier()
+    assert time.monotonic() - began < 1.4
+
+
+FAULTS = (ranks_that_differ_are_told, counts_that_differ_are_told, a_wait_is_interrupted_from_another_thread)
+
+
+def only_group() -> HostGroup:
+    (group,) = own_collectives._answered.values()
+    return group
+
+
+def main() -> None:
+    rank, ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    place = RankInfo(rank, ranks, rank, f"127.0.0.1:{port}", bytes(32))
+    store = rendezvous(place)
+    told = folder / f"{rank}.txt"
+    try:
+        world = World.join(place, "gloo", store)
+        recorder = FlightRecorder(FlightWriter(folder / f"{rank}.flight", rank))
+        for case in CASES:
+            turn = only_group()._turn
+            case(rank, ranks)
+            assert only_group()._turn > turn, f"{case.__name__} did not go through the memory"
+        turn = only_group()._turn
+        what_is_not_written_goes_to_the_library(rank, ranks)
+        assert only_group()._turn == turn
+        recorder.close()
+        assert not list(Path("/dev/shm").glob("danlu-shared-*"))
+        world.barrier()
+        world.shutdown()
+        for number, fault in enumerate(FAULTS, 1):
+            world = World.join(place, "gloo", store, generation=number)
+            fault(rank, ranks)
+            world.shutdown()
+        told.write_text("passed")
+    except BaseException:
+        told.write_text(traceback.format_exc())
+        raise
+
+
+if __name__ == "__main__":
+    main()
