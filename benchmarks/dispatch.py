@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from danlu.comm.level_groups import build_level_groups
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.decoder.moe import through_experts
@@ -79,7 +78,7 @@ def rank_main(asked: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     place = RankInfo(asked.rank, asked.world, asked.rank % (RANKS // HOSTS), asked.store, bytes(32))
     world = World.join(place, "gloo", rendezvous(place))
-    levels = build_level_groups(world, range(RANKS), (RANKS // HOSTS, HOSTS // 2, 2), "ep")
+    levels = world.level_groups(range(RANKS), (RANKS // HOSTS, HOSTS // 2, 2), "ep")
     everyone = world.new_group(range(RANKS), "ep")
     assert everyone is not None
     dispatchers = {"copies": AllToAllDispatcher(everyone), "once": DeduplicatedDispatcher(levels, EXPERTS)}

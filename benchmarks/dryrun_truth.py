@@ -190,7 +190,7 @@ def start_ranks(folder: Path, world: int, quick: bool) -> list[subprocess.Popen[
 
 def prepare(layout: Layout, made: Recipe) -> tuple[ParallelMesh, BatchLoader]:
     """The groups of a layout, and its batches."""
-    mesh = build_mesh(layout.plan, World.adopt(), None, experts=layout.experts)
+    mesh = build_mesh(layout.plan, World.adopt(shares_memory=False), None, experts=layout.experts)
     return mesh, BatchLoader(AnyTokens(made), made.batch, made.model.vocabulary, mesh)
 
 
@@ -202,7 +202,7 @@ def rank_main(rank: int, world: int, port: int, folder: Path, chosen: list[Layou
         if layout.plan.degrees.world != world:
             continue
         made = recipe(layout)
-        joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
+        joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store), shares_memory=False)
         resident = resident_growth(made, *prepare(layout, made), layout.even)
         real = profiled_loop(made, partial(prepare, layout, made), layout.even)
         joined.shutdown()

@@ -203,7 +203,24 @@ def torch_minors(report: Report) -> str:
     return table("torch|tests:|layouts that equal one process:|largest deviation of a loss:|date", rows)
 
 
+def host_collectives(report: Report) -> str:
+    """Collectives inside a host, through its memory and over gloo."""
+    rows = [
+        [
+            row["operation"],
+            str(row["ranks"]),
+            f"{row['bytes'] / 1024:.0f} KiB" if row["bytes"] < 1 << 20 else f"{row['bytes'] / (1 << 20):.0f} MiB",
+            *(f"{1e3 * row[name]:.{2 if row[name] < 0.01 else 0}f} ms" for name in ("memory", "gloo")),
+            f"{row['ratio']:.1f} ×",
+        ]
+        for row in report["figures"]["rows"]
+        if row["bytes"] in (8 << 10, 512 << 10, 32 << 20, 256 << 20)
+    ]
+    return table("collective|ranks:|tensor:|Danlu:|gloo:|faster:", rows)
+
+
 MADE: dict[str, Callable[[Report], str]] = {
+    "host_collectives.json table": host_collectives,
     "full.json parts": full_parts,
     "torch.json minors": torch_minors,
     "parity.json layouts": parity_layouts,

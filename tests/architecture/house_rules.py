@@ -47,7 +47,7 @@ _REGISTRY = re.compile(
 def private_torch(text: str) -> list[Breach]:
     """What torch keeps private: modules and names with a leading underscore; operators (`torch.ops`) are not."""
     return [
-        (line, f"{name} belongs in torch_compat.py")
+        (line, f"{name} belongs in torch_compat")
         for line, name in _torch_names(ast.parse(text))
         if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     ]

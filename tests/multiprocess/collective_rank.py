@@ -33,7 +33,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from danlu.comm.level_groups import build_level_groups
 from danlu.comm.mesh import build_mesh
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
@@ -158,7 +157,7 @@ def tokens_sent_once(folder: Path) -> None:
         wanted = torch.autograd.grad(expected.square().sum(), [x, shares])
 
         mine = experts({name: weight[held] for name, weight in weights.items()})
-        dispatcher = DeduplicatedDispatcher(build_level_groups(world, range(4), (2, 2), f"case {number}"), 8)
+        dispatcher = DeduplicatedDispatcher(world.level_groups(range(4), (2, 2), f"case {number}"), 8)
         found = through_experts(x, every[rank], shares, top_k, torch.zeros(8), dispatcher, mine)
         found.square().sum().backward()
         close(found, expected)

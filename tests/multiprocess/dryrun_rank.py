@@ -26,7 +26,7 @@ def layouts(world: int) -> list[Layout]:
 
 def prepare(layout: Layout, made: Recipe, shards: Path) -> tuple[ParallelMesh, BatchLoader]:
     """The groups of a layout, and its batches."""
-    mesh = build_mesh(layout.plan, World.adopt(), layout.cluster, experts=made.model.moe is not None)
+    mesh = build_mesh(layout.plan, World.adopt(shares_memory=False), layout.cluster, experts=made.model.moe is not None)
     samples = ShuffledDataset(TokenShards.open(shards), made.batch.length, made.seed)
     return mesh, BatchLoader(samples, made.batch, made.model.vocabulary, mesh)
 
@@ -39,7 +39,7 @@ def main() -> None:
     chosen = sys.argv[5].split("|") if sys.argv[5] else [layout.name for layout in layouts(world)]
     for number, layout in enumerate(layout for layout in layouts(world) if layout.name in chosen):
         made = recipe(layout.model, str(folder / "shards"), layout.changes)
-        joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store))
+        joined = World.join(place, "gloo", dist.PrefixStore(f"layout{number}", store), shares_memory=False)
         real = profiled_loop(made, partial(prepare, layout, made, folder / "shards"))
         joined.shutdown()
         dry = dry_run_rank(made, layout.plan, layout.cluster, rank)

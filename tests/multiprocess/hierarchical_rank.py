@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from danlu.comm import hierarchical
-from danlu.comm.level_groups import LevelGroups, build_level_groups, join_level_groups
+from danlu.comm.level_groups import LevelGroups, join_level_groups
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 
@@ -105,7 +105,7 @@ def main() -> None:
     layouts = []
     for shape in SHAPES[size]:
         name = "×".join(map(str, shape))
-        layouts.append((shape, build_level_groups(world, range(size), shape, name)))
+        layouts.append((shape, world.level_groups(range(size), shape, name)))
         layouts.append((shape, join_level_groups(world.store, rank, shape, f"{name} alone")))
     draw, told, at = np.random.default_rng(7), {"cases": 0, "failed": ""}, ""
     try:

@@ -10,7 +10,7 @@ from hierarchical_rank import CASES, SHAPES
 from ranks import run_ranks
 
 from danlu.comm.hierarchical import all_reduce, all_to_all
-from danlu.comm.level_groups import Level, LevelGroups, build_level_groups, join_level_groups
+from danlu.comm.level_groups import Level, LevelGroups, join_level_groups
 from danlu.comm.world import World
 from danlu.torch_compat import HashStore
 
@@ -28,9 +28,9 @@ def test_drawn_cases_equal_what_numpy_computes(ranks: int, tmp_path: Path) -> No
 
 def test_levels_that_do_not_join_all_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="levels of 2 × 2 join 4 ranks, but the group has 6"):
-        build_level_groups(World(0, 6), range(6), (2, 2), "test")
+        World(0, 6).level_groups(range(6), (2, 2), "test")
     with pytest.raises(ValueError, match="rank 7 must be in the group"):
-        build_level_groups(World(7, 8), range(4), (2, 2), "test")
+        World(7, 8).level_groups(range(4), (2, 2), "test")
     with pytest.raises(ValueError, match="rank must be below the 4 that the levels join, but is 4"):
         join_level_groups(HashStore(), 4, (2, 2))
 

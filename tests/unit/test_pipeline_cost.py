@@ -21,7 +21,7 @@ from danlu.cost.pipeline_simulator import (
     simulate,
 )
 from danlu.spec.plan import PipelineSchedule
-from danlu.torch_compat import action_kind
+from danlu.torch_compat.pipelining import action_kind
 
 
 def equal(stages: int, forward: float = 1.0, backward: float = 2.0) -> Durations:

@@ -30,6 +30,12 @@ def in_another_process(act: Callable[[], object]) -> int:
     return child
 
 
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests share memory at the same time."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+
+
 def files() -> list[Path]:
     return list(shared_memory.FOLDER.glob("danlu-shared-*"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from danlu.torch_compat import patched_batch_p2p
+from danlu.torch_compat.pipelining import patched_batch_p2p
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from danlu import torch_compat
 from danlu.comm.level_groups import Level, LevelGroups
+from danlu.comm.own_collectives import is_answered
 
 _WITHOUT_REDUCE_SCATTER = ("gloo",)
 """Backends that reduce the whole tensor on all ranks and throw away the rest: twice the bytes."""
@@ -167,7 +168,7 @@ def _blocks_in_order(rows: Tensor, counts: Tensor, order: Tensor) -> Tensor:
 
 def _reduce_scatter_level(tensor: Tensor, level: Level) -> Tensor:
     """This rank's share, of `level.size` equal ones, of the sum over one level."""
-    if level.group.name() in _WITHOUT_REDUCE_SCATTER:
+    if level.group.name() in _WITHOUT_REDUCE_SCATTER and not is_answered(level.group):
         received = torch.empty_like(tensor).view(level.size, -1)
         dist.all_to_all_single(received, tensor.view(level.size, -1), group=level.group)
         return received.sum(0, dtype=tensor.dtype)

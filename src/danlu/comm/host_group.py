@@ -132,15 +132,16 @@ class HostGroup:
                         places[peer].copy_(shares[peer][peer])
 
     def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it."""
+        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
+        even = [given.shape[0] // self.size] * self.size
+        received, sent = received or even, sent or even
         row = given.nbytes // given.shape[0] if given.numel() else output.nbytes // max(output.shape[0], 1)
         outgoing = _bytes(given).split([rows * row for rows in sent])
         incoming = _bytes(output).split([rows * row for rows in received])
         incoming[self.index].copy_(outgoing[self.index])
         most = SLOT_BYTES // self.size // _ALIGNMENT * _ALIGNMENT
         with self._operation("all_to_all", None, [part.numel() for part in outgoing]):
-            turns = 1
-            turn = 0
+            turn, turns = 0, 1
             while turn < turns:
                 slots = self._slots[self._turn % _SETS, :, : most * self.size].view(self.size, self.size, most)
                 for peer in self._peers():
@@ -202,7 +203,7 @@ def _reduce(slots: Tensor, reduction: Reduction, output: Tensor) -> None:
     if reduction == "sum" and slots.shape[0] == 2:
         torch.add(slots[0], slots[1], out=output)
     elif reduction == "sum":
-        torch.sum(slots, 0, out=output)
+        torch.sum(slots, 0, dtype=output.dtype, out=output)
     else:
         (torch.amax if reduction == "max" else torch.amin)(slots, 0, out=output)
 

@@ -11,11 +11,10 @@ from datetime import timedelta
 from math import prod
 
 import numpy as np
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from danlu.comm.world import TIMEOUT, World
-from danlu.torch_compat import PrefixStore, Store, gloo_group
+from danlu.comm.rendezvous import TIMEOUT
+from danlu.torch_compat import Store, gloo_devices, gloo_group
 
 
 @dataclass(frozen=True)
@@ -52,26 +51,6 @@ class LevelGroups:
         return index
 
 
-def build_level_groups(world: World, ranks: Sequence[int], sizes: Sequence[int], name: str) -> LevelGroups:
-    """Create this rank's groups across the levels of `ranks`, which are in order of the network.
-
-    `sizes` are those of the levels, innermost first. Ranks of other groups of the same sizes call it together with
-    these, each with the ranks of its own group; `name` says in reports what the groups are for.
-    """
-    if prod(sizes) != len(ranks):
-        raise ValueError(
-            f"levels of {' × '.join(map(str, sizes))} join {prod(sizes)} ranks, but the group has {len(ranks)}"
-        )
-    if world.rank not in ranks:
-        raise ValueError(f"rank {world.rank} must be in the group that it creates, but that has {list(ranks)}")
-    levels = []
-    for depth, members in _neighbors(world.rank, ranks, sizes):
-        group = world.new_group(members, f"{name}·{depth}")
-        assert group is not None  # this rank is a member
-        levels.append(Level(len(members), members.index(world.rank), group))
-    return LevelGroups(tuple(levels))
-
-
 def join_level_groups(
     store: Store, rank: int, sizes: Sequence[int], name: str = "all", timeout: timedelta = TIMEOUT
 ) -> LevelGroups:
@@ -84,16 +63,15 @@ def join_level_groups(
     if not 0 <= rank < prod(sizes):
         raise ValueError(f"rank must be below the {prod(sizes)} that the levels join, but is {rank}")
     levels = []
-    # One for all groups: it has a thread that polls their sockets.
-    device = dist.ProcessGroupGloo.create_default_device()
-    for depth, members in _neighbors(rank, range(prod(sizes)), sizes):
-        label = f"{name}·{depth}·{members[0]}"
-        group = gloo_group(PrefixStore(label, store), members, rank, timeout, label, device)
+    devices = gloo_devices()  # the same for all groups
+    for depth, members in neighbors(rank, range(prod(sizes)), sizes):
+        label = f"{name}·{depth}"
+        group = gloo_group(store, members, rank, timeout, f"{label}·{members[0]}", label, devices)
         levels.append(Level(len(members), members.index(rank), group))
     return LevelGroups(tuple(levels), store)
 
 
-def _neighbors(rank: int, ranks: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+def neighbors(rank: int, ranks: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
     """The ranks that differ from this one at one level alone, and it, for every level that joins more than one."""
     grid = np.array(ranks).reshape(tuple(reversed(sizes)))
     here = np.argwhere(grid == rank)[0].tolist()

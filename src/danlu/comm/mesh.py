@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from danlu.comm.level_groups import LevelGroups, build_level_groups
+from danlu.comm.level_groups import LevelGroups
 from danlu.comm.rank_layout import RankLayout, dense_layout, expert_layout
 from danlu.comm.world import World
 from danlu.spec.cluster import Cluster
@@ -95,7 +95,7 @@ def build_mesh(plan: Plan, world: World, cluster: Cluster | None, experts: bool)
     ep_levels = None
     if plan.degrees.ep > 1 and plan.token_dispatcher == "deduplicated":
         members = np.sort(expert.ranks_along(world.rank, ("ep",)), axis=None).tolist()
-        ep_levels = build_level_groups(world, members, expert.factors["ep"], "ep")
+        ep_levels = world.level_groups(members, expert.factors["ep"], "ep")
     return ParallelMesh(
         plan=plan,
         world=world,

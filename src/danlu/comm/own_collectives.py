@@ -36,7 +36,7 @@ class OwnCollectives(Protocol):
         """Write the tensors of all ranks, one after the other, to `output`."""
 
     def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it."""
+        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the tensor of the `source`-th, in place."""
@@ -51,11 +51,12 @@ class OwnCollectives(Protocol):
         """No collective will be called any more."""
 
 
-_REDUCTIONS: dict[int, Reduction] = {
-    int(dist.ReduceOp.SUM.value): "sum",
-    int(dist.ReduceOp.MAX.value): "max",
-    int(dist.ReduceOp.MIN.value): "min",
+REDUCE_OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
 }
+_REDUCTIONS = {int(operation.value): reduction for reduction, operation in REDUCE_OPS.items()}
 _answered: dict[str, OwnCollectives] = {}
 
 
@@ -142,8 +143,7 @@ def _all_to_all(
 ) -> Any:
     if not output.is_contiguous():
         return None
-    even = [given.shape[0] // group.size] * group.size
-    group.all_to_all(output.detach(), given.detach().contiguous(), list(received) or even, list(sent) or even)
+    group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
     return finished_work()
 
 

@@ -14,7 +14,8 @@ from danlu.torch_compat import FileStore, HashStore, Store
 FILE_SCHEME = "file:"
 """Prefix of a rendezvous endpoint that is a file."""
 
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others, in the store and in a collective of any group."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ def rendezvous(rank_info: RankInfo, generation: int = 0) -> Store:
         return HashStore()
     if rank_info.is_single_host:
         file = FileStore(rank_info.endpoint.removeprefix(FILE_SCHEME), rank_info.world_size)
-        file.set_timeout(_TIMEOUT)
+        file.set_timeout(TIMEOUT)
         return file
     if not rank_info.token:
         raise ValueError(f"a store at {rank_info.endpoint} needs a token: anybody who reaches the port could use it")
     if rank_info.rank or rank_info.is_served:
-        return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT, tls=rank_info.tls)
+        return TokenStore(rank_info.endpoint, rank_info.token, generation, TIMEOUT, tls=rank_info.tls)
     host, _, port = rank_info.endpoint.rpartition(":")
     server = StoreServer(_listen(host.strip("[]"), int(port)), rank_info.token, generation, rank_info.tls)
-    return TokenStore(rank_info.endpoint, rank_info.token, generation, _TIMEOUT, server, rank_info.tls)
+    return TokenStore(rank_info.endpoint, rank_info.token, generation, TIMEOUT, server, rank_info.tls)
 
 
 def _listen(host: str, port: int) -> socket.socket:

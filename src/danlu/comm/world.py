@@ -1,10 +1,12 @@
 """The ranks of a run and their collectives: the only user of torch's default process group."""
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Self
 
 import torch
@@ -16,7 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from danlu import torch_compat
 from danlu.comm.host_group import HostGroup
 from danlu.comm.interrupt import shut_connections
+from danlu.comm.level_collectives import LevelCollectives
+from danlu.comm.level_groups import Level, LevelGroups, neighbors
 from danlu.comm.own_collectives import (
+    REDUCE_OPS,
     Reduction,
     answer_calls,
     close_own_collectives,
@@ -24,21 +29,18 @@ from danlu.comm.own_collectives import (
     is_answered,
 )
 from danlu.comm.own_sockets import own_sockets
-from danlu.comm.rendezvous import RankInfo
+from danlu.comm.rendezvous import TIMEOUT, RankInfo
 from danlu.comm.shared_memory import SharedMemoryError, host_identity
 from danlu.torch_compat import PrefixStore, Store
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a collective of any group waits for the other ranks."""
 CPU = torch.device("cpu")
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 _FIRST_POLL, _SLOWEST_POLL = 0.002, 0.2
 _OVER_SOCKETS = ("gloo",)
 """Backends that send over sockets also inside a host."""
-_MOST_ON_HOST = 256
-"""Groups of more ranks are not on one host, and are not asked about."""
+_MOST_MEMBERS = 256
+"""The hosts of larger groups are not asked for: every rank would ask for every other."""
 _SLOW = "collectives of {} ranks on this host go over sockets, which takes several times as long"
 
 
@@ -104,7 +106,7 @@ class World:
         return cls(rank, size)
 
     @classmethod
-    def adopt(cls, device: torch.device = CPU) -> Self:
+    def adopt(cls, device: torch.device = CPU, *, shares_memory: bool = True) -> Self:
         """The world that this process is a rank of already, as under torchrun; a world of one if it is of none.
 
         Every rank calls it.
@@ -112,8 +114,8 @@ class World:
         if not dist.is_initialized():
             return cls(device=device)
         place = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
-        store, shares_memory = torch_compat.default_store(), dist.get_backend() in _OVER_SOCKETS
-        world = cls(*place, store=store, shares_memory=shares_memory)
+        shares_memory = shares_memory and dist.get_backend() in _OVER_SOCKETS
+        world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory)
         world._find_host()
         return world
 
@@ -137,7 +139,7 @@ class World:
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> None:
         """Reduce a tensor over all ranks, in place; not waited for before its values are read."""
         if self.size > 1:
-            dist.all_reduce(tensor, _REDUCE[reduction])
+            dist.all_reduce(tensor, REDUCE_OPS[reduction])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Broadcast a tensor of one rank to all, in place."""
@@ -184,30 +186,62 @@ class World:
         """The group of all ranks, or a new one created by its members alone: no rank waits for a group it is not in."""
         if len(members) == self.size:
             return dist.group.WORLD
-        group: ProcessGroup | None = dist.new_group(
-            list(members), timeout=self.timeout, use_local_synchronization=True, group_desc=name
-        )
-        if group is not None and self.rank in members:
-            self._share_memory(group)
+        if self.rank not in members:
+            return None
+        group: ProcessGroup
+        members = sorted(members)  # as torch numbers them
+        if self.store is not None and dist.get_backend() == "gloo":
+            label, devices = _name_of_members(members), torch_compat.gloo_devices()
+            group = torch_compat.gloo_group(self.store, members, self.rank, self.timeout, label, name, devices)
+        else:
+            group = dist.new_group(members, timeout=self.timeout, use_local_synchronization=True, group_desc=name)
+        self._take_over(group)
         return group
 
+    def level_groups(self, ranks: Sequence[int], sizes: Sequence[int], name: str) -> LevelGroups:
+        """Create this rank's groups across the levels of `ranks`, which are in order of the network.
+
+        `sizes` are those of the levels, innermost first. Ranks of other groups of the same sizes call it together with
+        these, each with the ranks of its own group; `name` says in reports what the groups are for.
+        """
+        if prod(sizes) != len(ranks):
+            raise ValueError(
+                f"levels of {' × '.join(map(str, sizes))} join {prod(sizes)} ranks, but the group has {len(ranks)}"
+            )
+        if self.rank not in ranks:
+            raise ValueError(f"rank {self.rank} must be in the group that it creates, but that has {list(ranks)}")
+        levels = []
+        for depth, members in neighbors(self.rank, ranks, sizes):
+            group = self.new_group(members, f"{name}·{depth}")
+            assert group is not None  # this rank is a member
+            levels.append(Level(len(members), members.index(self.rank), group))
+        return LevelGroups(tuple(levels))
+
     def _find_host(self) -> None:
-        """Tell the others which host this rank is on, and share its memory if they are all there."""
+        """Tell the others which host this rank is on."""
         if self.shares_memory and self.store is not None:
             self.store.set(f"host-{self.rank}", host_identity())
         if dist.group.WORLD is not None:
-            self._share_memory(dist.group.WORLD)
+            self._take_over(dist.group.WORLD)
 
-    def _share_memory(self, group: ProcessGroup) -> None:
-        """Have a group communicate through the memory of its ranks' host, if they are on one."""
+    def _take_over(self, group: ProcessGroup) -> None:
+        """Have collectives of ours answer for a group: inside a host through its memory, between hosts by level."""
         members = ranks_of(group)
-        if not self.shares_memory or self.store is None or not 1 < len(members) <= _MOST_ON_HOST or is_answered(group):
+        if not self.shares_memory or self.store is None or not 1 < len(members) <= _MOST_MEMBERS or is_answered(group):
             return
-        mine, index = host_identity().encode(), members.index(self.rank)
-        if any(self.store.get(f"host-{member}") != mine for member in reversed(members)):
-            return
+        hosts = [self.store.get(f"host-{member}") for member in members]
+        each = hosts.count(hosts[0])
+        if each == len(members):
+            self._share_memory(group, members)
+        elif each > 1 and _are_blocks(hosts, each):
+            levels = self.level_groups(members, (each, len(members) // each), group.group_desc)
+            answer_calls(group, LevelCollectives(levels))
+
+    def _share_memory(self, group: ProcessGroup, members: list[int]) -> None:
+        assert self.store is not None
         times = self.store.add(f"shared-{group.group_name}-{self.rank}", 1)  # a world may be adopted several times
         meeting = PrefixStore(f"shared-{group.group_name}-{times}", self.store)
+        index = members.index(self.rank)
         try:
             answer_calls(group, HostGroup.join(meeting, index, len(members), self.timeout))
         except SharedMemoryError as reason:
@@ -237,3 +271,14 @@ def _wait_for_all(store: Store, size: int, generation: int, canceled: Callable[[
 def ranks_of(group: ProcessGroup) -> list[int]:
     """The ranks in a group, in the order the group numbers them."""
     return dist.get_process_group_ranks(group)
+
+
+def _name_of_members(members: Sequence[int]) -> str:
+    """The same for the same ranks in the same order, and short."""
+    return hashlib.sha1("_".join(map(str, members)).encode(), usedforsecurity=False).hexdigest()
+
+
+def _are_blocks(hosts: Sequence[bytes], each: int) -> bool:
+    """Whether each host has so many of the ranks, one after the other."""
+    blocks = [hosts[start : start + each] for start in range(0, len(hosts), each)]
+    return all(len(block) == each and len({*block}) == 1 for block in blocks) and len({*hosts}) == len(blocks)

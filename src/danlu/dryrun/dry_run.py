@@ -37,7 +37,8 @@ from danlu.spec.cluster import Cluster
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import Recipe, has_experts
 from danlu.spec.trace import DryRun, Trace
-from danlu.torch_compat import FakeTensorMode, skip_shape_exchange, wrap_schedule_loss
+from danlu.torch_compat import FakeTensorMode
+from danlu.torch_compat.pipelining import skip_shape_exchange, wrap_schedule_loss
 
 COMPILE_NOTE = (
     "`compile` is true: blocks were run eagerly, because compiled code does not run on FakeTensors. What ranks send is "

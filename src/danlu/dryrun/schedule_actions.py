@@ -8,7 +8,7 @@ from torch import nn
 from danlu.cost.pipeline_schedules import pipeline_actions
 from danlu.parallel.pipeline import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES, compute_passes
 from danlu.spec.plan import Plan
-from danlu.torch_compat import looped_schedule
+from danlu.torch_compat.pipelining import looped_schedule
 
 
 def schedule_actions(plan: Plan) -> tuple[tuple[str, ...], ...]:

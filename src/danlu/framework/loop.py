@@ -82,7 +82,7 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
     while state.step < recipe.steps and not last:
         _evaluate_if_due(state, stages)  # a run that was asked to stop does this when it resumes
         if state.step in stages.quarantined:
-            _pass_over_batch(recipe, state, stages)
+            _pass_over_batch(recipe, state, mesh, stages)
             continue
         step = take_step(recipe, state, mesh, stages)
         stages.events.write(step.event)
@@ -108,12 +108,13 @@ def run_training_loop(recipe: Recipe, state: TrainState, mesh: ParallelMesh, sta
         _evaluate_if_due(state, stages)
 
 
-def _pass_over_batch(recipe: Recipe, state: TrainState, stages: TrainStages) -> None:
+def _pass_over_batch(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> None:
     count = recipe.batch.sequences_at(state.cursor)
-    stages.events.warn(
-        f"the program failed twice at step {state.step + 1:,}: its batch, samples {state.cursor:,} to "
-        f"{state.cursor + count - 1:,}, is passed over (`danlu data locate` shows them)"
-    )
+    if mesh.rank == 0:
+        stages.events.warn(
+            f"the program failed twice at step {state.step + 1:,}: its batch, samples {state.cursor:,} to "
+            f"{state.cursor + count - 1:,}, is passed over (`danlu data locate` shows them)"
+        )
     state.next_step(count)
     if state.step == recipe.steps:
         stages.checkpoints.save_if_due(state, last=True)

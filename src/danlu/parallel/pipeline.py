@@ -20,7 +20,7 @@ from danlu.parallel.loss import MeanLoss
 from danlu.parallel.pipeline_stage import LazyBufferStage, PendingSends
 from danlu.parallel.send_completion import MicrobatchPass, completed_sends
 from danlu.spec.plan import PipelineSchedule, Plan
-from danlu.torch_compat import action_kind, discard_outputs, looped_schedule
+from danlu.torch_compat.pipelining import action_kind, discard_outputs, looped_schedule
 
 SINGLE_STAGE_SCHEDULES: dict[PipelineSchedule, type[PipelineScheduleSingle]] = {
     "gpipe": ScheduleGPipe,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from danlu.parallel.send_completion import MicrobatchPass
-from danlu.torch_compat import UnbufferedStage, batch_p2p
+from danlu.torch_compat.pipelining import UnbufferedStage, batch_p2p
 
 
 class PendingSends:

@@ -20,7 +20,8 @@ from danlu.memory.recompute import wrap_recomputed
 from danlu.parallel.batch import Batch
 from danlu.parallel.pipeline import PipelineRunner
 from danlu.profiler.profiler_events import MODULE, RECOMPUTE, STAGE, WAIT
-from danlu.torch_compat import RecordFunction, is_backward_running, wrap_schedule_loss
+from danlu.torch_compat import RecordFunction, is_backward_running
+from danlu.torch_compat.pipelining import wrap_schedule_loss
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""A group's collectives over the levels of the network, in the place of its library's flat ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from danlu.comm import hierarchical
+from danlu.comm.level_groups import LevelGroups
+from danlu.comm.own_collectives import REDUCE_OPS, Reduction
+
+_PIECE_BYTES = 1 << 20
+_MOST_PIECES = 8
+
+
+@dataclass(frozen=True)
+class LevelCollectives:
+    """Large tensors go in pieces, of which one passes the outermost level while the next passes those inside."""
+
+    levels: LevelGroups
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.levels.size
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        """Reduce a tensor over all ranks, in place."""
+        if reduction == "sum":
+            hierarchical.all_reduce(tensor, self.levels, _pieces(tensor.nbytes))
+        else:
+            for level in self.levels.levels:
+                dist.all_reduce(tensor, REDUCE_OPS[reduction], group=level.group)
+
+    def reduce_scatter(self, output: Tensor, given: Tensor, reduction: Reduction) -> None:
+        """Reduce over all ranks, and write this rank's part of as many equal ones to `output`."""
+        parts = given.view(self.size, -1)
+        if reduction == "sum":
+            output.view(-1).copy_(hierarchical.reduce_scatter(parts, self.levels).view(-1))
+        else:
+            whole = parts.clone()
+            self.all_reduce(whole, reduction)
+            output.view(-1).copy_(whole[self.levels.index])
+
+    def all_gather(self, output: Tensor, given: Tensor) -> None:
+        """Write the tensors of all ranks, one after the other, to `output`."""
+        output.view(self.size, -1).copy_(hierarchical.all_gather(given.view(-1), self.levels))
+
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
+        if not sent and not received:
+            output.copy_(hierarchical.all_to_all(given, self.levels, _pieces(given.nbytes)))
+            return
+        rows, counts = hierarchical.all_to_all_v(given, torch.tensor(sent), self.levels)
+        if counts.tolist() != list(received):
+            raise ValueError(f"ranks of this group sent {counts.tolist()} rows, but {list(received)} are expected")
+        output.copy_(rows)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give all ranks the tensor of the `source`-th, in place."""
+        hierarchical.broadcast(tensor, self.levels, source)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        for level in self.levels.levels:
+            dist.barrier(level.group)
+
+    def interrupt(self) -> None:
+        """The groups of the levels are interrupted on their own."""
+
+    def close(self) -> None:
+        """The groups of the levels are closed on their own."""
+
+
+def _pieces(size: int) -> int:
+    return max(1, min(_MOST_PIECES, size // _PIECE_BYTES))
