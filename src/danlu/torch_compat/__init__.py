@@ -128,6 +128,7 @@ def gloo_group(
     group._set_group_desc(about)
     known.pg_map[group], known.pg_names[group] = ("gloo", store), label
     known.pg_group_ranks[group] = {member: at for at, member in enumerate(members)}
+    known.pg_backend_config[group] = "cpu:gloo"
     cast(Any, dist.distributed_c10d)._register_process_group(label, group)
     return group
 
