@@ -214,7 +214,7 @@ def host_collectives(report: Report) -> str:
             f"{row['ratio']:.1f} ×",
         ]
         for row in report["figures"]["rows"]
-        if row["bytes"] in (8 << 10, 512 << 10, 32 << 20, 256 << 20)
+        if row["bytes"] in (8 << 10, 32 << 20)
     ]
     return table("collective|ranks:|tensor:|Danlu:|gloo:|faster:", rows)
 
