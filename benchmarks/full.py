@@ -35,6 +35,7 @@ PARTS = {
     "dry run: scale": f"benchmarks/dryrun_scale.py --report {REPORTS}/dryrun_scale.json",
     "wire: truth": "benchmarks/wire_truth.py",
     "collectives": "benchmarks/collectives.py",
+    "collectives inside a host": f"benchmarks/host_collectives.py --report {REPORTS}/host_collectives.json",
     "collectives against numpy": f"benchmarks/collective_fuzz.py --report {REPORTS}/collective_fuzz.json",
     "start-up": f"benchmarks/start_up.py --report {REPORTS}/start_up.json",
     "dispatch": f"benchmarks/dispatch.py --report {REPORTS}/dispatch.json",

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu import native
 from danlu.native import NativeUnavailableError, load_library
 from danlu.storage.checkpoint import reed_solomon
 from danlu.storage.checkpoint.fingerprint import NativeFingerprint, NumpyFingerprint
-from danlu.storage.store import checksum, native
+from danlu.storage.store import checksum
 from danlu.storage.store.checksum import NativeCrc32c, PortableCrc32c, copy_with_crc32c, crc32c
 
 RFC_3720 = [

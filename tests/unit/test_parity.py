@@ -8,10 +8,10 @@ import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu import native
 from danlu.native import NativeUnavailableError
 from danlu.storage.checkpoint import reed_solomon
 from danlu.storage.checkpoint.reed_solomon import STRIPE_BYTES, TooManyErasuresError, encode, reconstruct
-from danlu.storage.store import native
 
 
 def made(k: int, length: int, seed: int = 0) -> list[bytes]:

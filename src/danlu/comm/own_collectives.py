@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from danlu.torch_compat import finished_work, intercept_collectives
+from danlu.torch_compat import finished_work, intercept_collectives, reduce_op_number
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -171,7 +171,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def _reduction(operation: torch.ScriptObject) -> Reduction | None:
-    return _REDUCTIONS.get(operation.op())  # type: ignore[attr-defined]
+    return _REDUCTIONS.get(reduce_op_number(operation))
 
 
 def _is_dense(tensor: Tensor) -> bool:

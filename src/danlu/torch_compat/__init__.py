@@ -343,6 +343,11 @@ def work_of(result: Any) -> dist.Work | None:
     return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
 
 
+def reduce_op_number(boxed: Any) -> int:
+    """Which reduction a c10d operator was asked for, by torch's number; -1 if this torch does not say."""
+    return int(boxed.op()) if boxed._has_method("op") else -1
+
+
 @cache
 def finished_work() -> Any:
     """The handle of a collective that is over, as c10d's operators return it."""
