@@ -17,6 +17,7 @@ from danlu.comm import world as world_module
 from danlu.comm.flight_record import FlightWriter
 from danlu.comm.flight_recorder import FlightRecorder
 from danlu.comm.host_group import SLOT_BYTES, HostGroup
+from danlu.comm.level_collectives import LevelCollectives
 from danlu.comm.peer_failure import is_peer_failure
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.shared_memory import HostPeerError
@@ -180,6 +181,9 @@ def main() -> None:
     try:
         world = World.join(place, "gloo", store)
         recorder = FlightRecorder(FlightWriter(folder / f"{rank}.flight", rank))
+        assert dist.group.WORLD is not None
+        answering = own_collectives._answered[dist.group.WORLD.group_name]
+        assert isinstance(answering, HostGroup if each == ranks else LevelCollectives)
         for case in CASES:
             before = turns()
             case(rank, ranks)
