@@ -149,6 +149,8 @@ class Session:
         link.report_phase("building the model")
         state, forward_backward = build_train_state(recipe, mesh.plan, mesh)
         events = RankEvents(mesh.rank)  # they wait for `started`, which has the step that is found here
+        for fallback in mesh.world.fallbacks:
+            events.warn(fallback)
         manager = CheckpointManager(self._open_checkpoints(), recipe.checkpoint, mesh.rank, events)
         snapshots = self._open_snapshots(state, events)
         try:

@@ -1,9 +1,11 @@
 """One rank of the tests of collectives through shared memory: each case as a user of `torch.distributed` calls it."""
 
+import os
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from danlu.comm.peer_failure import is_peer_failure
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.shared_memory import HostPeerError
 from danlu.comm.world import World
-from danlu.torch_compat import all_gather_single, all_to_all_single_autograd, reduce_scatter_single
+from danlu.torch_compat import Store, all_gather_single, all_to_all_single_autograd, reduce_scatter_single
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 SAYS_REDUCTION = torch.classes.c10d.ReduceOp()._has_method("op")
@@ -166,6 +168,26 @@ def a_wait_is_interrupted_from_another_thread(rank: int, ranks: int) -> None:
 FAULTS = (ranks_that_differ_are_told, counts_that_differ_are_told, a_wait_is_interrupted_from_another_thread)
 
 
+def without_room_all_goes_over_sockets(place: RankInfo, store: Store) -> None:
+    """The rank that makes the room warns; results are the same."""
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(os, "posix_fallocate", full)
+        world = World.join(place, "gloo", store, generation=99)
+    told = [str(each.message) for each in warned]
+    assert told == world.fallbacks and len(told) == (place.rank == 0)
+    assert not told or ("go over sockets" in told[0] and "No space left on device" in told[0])
+    before, found = turns(), torch.full((3,), place.rank + 1.0)
+    dist.all_reduce(found)
+    assert found.tolist() == [sum(range(1, place.world_size + 1))] * 3 and turns() == before
+    world.barrier()
+    world.shutdown()
+
+
 def turns() -> int:
     """How often this rank passed shared memory."""
     return sum(each._turn for each in own_collectives._answered.values() if isinstance(each, HostGroup))
@@ -201,6 +223,8 @@ def main() -> None:
             world = World.join(place, "gloo", store, generation=number)
             fault(rank, ranks)
             world.shutdown()
+        if each == ranks:
+            without_room_all_goes_over_sockets(place, store)
         told.write_text("passed")
     except BaseException:
         told.write_text(traceback.format_exc())

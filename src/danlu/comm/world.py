@@ -4,7 +4,7 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Self
@@ -69,6 +69,8 @@ class World:
     """Sockets that this process had before it joined: not the world's."""
     shares_memory: bool = False
     """Whether groups of ranks on one host communicate through its memory."""
+    fallbacks: list[str] = field(default_factory=list, compare=False)
+    """Groups of this rank that communicate more slowly than they could, each with the reason."""
 
     @classmethod
     def join(
@@ -246,7 +248,8 @@ class World:
             answer_calls(group, HostGroup.join(meeting, index, len(members), self.timeout))
         except SharedMemoryError as reason:
             if index == 0:
-                warnings.warn(f"{_SLOW.format(len(members))}: {reason}", RuntimeWarning, stacklevel=2)
+                self.fallbacks.append(f"{_SLOW.format(len(members))}: {reason}")
+                warnings.warn(self.fallbacks[-1], RuntimeWarning, stacklevel=2)
 
     def device_mesh(
         self, groups: Sequence[ProcessGroup | None], ranks: Tensor | None = None, names: tuple[str, ...] | None = None
