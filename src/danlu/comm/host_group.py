@@ -32,6 +32,8 @@ _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 class HostGroup:
     """Collectives on tensors of the CPU; every rank calls the same ones in the same order."""
 
+    leaves_all_to_all = False
+
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self.index, self.size = memory.index, memory.size

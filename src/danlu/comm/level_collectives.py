@@ -17,9 +17,14 @@ _MOST_PIECES = 8
 
 @dataclass(frozen=True)
 class LevelCollectives:
-    """Large tensors go in pieces, of which one passes the outermost level while the next passes those inside."""
+    """Large tensors go in pieces, of which one passes the outermost level while the next passes those inside.
+
+    What hosts exchange in an all-to-all is not less by levels, and passes the memory of both on top:
+    `benchmarks/collectives.py` finds gloo's own faster at most sizes.
+    """
 
     levels: LevelGroups
+    leaves_all_to_all: bool = True
 
     @property
     def size(self) -> int:

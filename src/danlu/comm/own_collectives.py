@@ -26,6 +26,10 @@ class OwnCollectives(Protocol):
     def size(self) -> int:
         """Ranks of the group."""
 
+    @property
+    def leaves_all_to_all(self) -> bool:
+        """Whether the library's all-to-all is faster."""
+
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""
 
@@ -141,7 +145,7 @@ def _all_to_all(
     sent: Sequence[int],
     *rest: Any,
 ) -> Any:
-    if not output.is_contiguous():
+    if not output.is_contiguous() or group.leaves_all_to_all:
         return None
     group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
     return finished_work()
