@@ -64,6 +64,10 @@ def all_reduce(rank: int, ranks: int) -> None:
     for_each(check)
     if not SAYS_REDUCTION:
         return
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        spoiled = torch.tensor([float("nan") if rank == 0 else 1.0, 1.0])
+        dist.all_reduce(spoiled, operation)
+        assert spoiled.isnan().tolist() == [True, False], operation
     columns = torch.arange(6.0).view(2, 3)[:, 1]  # not contiguous
     dist.all_reduce(columns)
     assert columns.tolist() == [1.0 * ranks, 4.0 * ranks]

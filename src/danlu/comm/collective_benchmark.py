@@ -171,7 +171,7 @@ class CollectiveTimer:
         )
 
     def _member(self, operation: CollectiveOp, partition: GroupPartition) -> "_GroupMember":
-        """This rank in its group; groups stay open, because a second one of the same members would clash with it."""
+        """This rank in its group; groups stay open until all is measured."""
         members = next(group for group in partition.groups if self.rank in group)
         if members not in self._groups:
             self._groups[members] = self.world.new_group(members, "probe")

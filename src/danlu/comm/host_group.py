@@ -32,8 +32,6 @@ _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 class HostGroup:
     """Collectives on tensors of the CPU; every rank calls the same ones in the same order."""
 
-    leaves_all_to_all = False
-
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self.index, self.size = memory.index, memory.size
@@ -133,7 +131,7 @@ class HostGroup:
                     if peer < len(shares):
                         places[peer].copy_(shares[peer][peer])
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
         """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
         even = [given.shape[0] // self.size] * self.size
         received, sent = received or even, sent or even
@@ -159,6 +157,7 @@ class HostGroup:
                     chunk = incoming[peer][turn * most : (turn + 1) * most]
                     chunk.copy_(slots[peer, self.index, : chunk.numel()])
                 turn += 1
+        return True
 
     def _peers(self) -> Iterator[int]:
         """The other ranks, beginning after this one: not all read from the same one at once."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,14 +16,9 @@ _MOST_PIECES = 8
 
 @dataclass(frozen=True)
 class LevelCollectives:
-    """Large tensors go in pieces, of which one passes the outermost level while the next passes those inside.
-
-    What hosts exchange in an all-to-all is not less by levels, and passes the memory of both on top:
-    `benchmarks/collectives.py` finds gloo's own faster at most sizes.
-    """
+    """Large tensors go in pieces, of which one passes the outermost level while the next passes those inside."""
 
     levels: LevelGroups
-    leaves_all_to_all: bool = True
 
     @property
     def size(self) -> int:
@@ -53,15 +47,13 @@ class LevelCollectives:
         """Write the tensors of all ranks, one after the other, to `output`."""
         output.view(self.size, -1).copy_(hierarchical.all_gather(given.view(-1), self.levels))
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
-        if not sent and not received:
-            output.copy_(hierarchical.all_to_all(given, self.levels, _pieces(given.nbytes)))
-            return
-        rows, counts = hierarchical.all_to_all_v(given, torch.tensor(sent), self.levels)
-        if counts.tolist() != list(received):
-            raise ValueError(f"ranks of this group sent {counts.tolist()} rows, but {list(received)} are expected")
-        output.copy_(rows)
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
+        """Leave it to the library.
+
+        What hosts exchange is not less by levels, and would pass the memory of both on top:
+        `benchmarks/collectives.py` finds gloo's own faster at most sizes.
+        """
+        return False
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the tensor of the `source`-th, in place."""

@@ -26,10 +26,6 @@ class OwnCollectives(Protocol):
     def size(self) -> int:
         """Ranks of the group."""
 
-    @property
-    def leaves_all_to_all(self) -> bool:
-        """Whether the library's all-to-all is faster."""
-
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""
 
@@ -39,8 +35,11 @@ class OwnCollectives(Protocol):
     def all_gather(self, output: Tensor, given: Tensor) -> None:
         """Write the tensors of all ranks, one after the other, to `output`."""
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
+        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each.
+
+        False, on all ranks, if that is left to the library.
+        """
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the tensor of the `source`-th, in place."""
@@ -145,10 +144,10 @@ def _all_to_all(
     sent: Sequence[int],
     *rest: Any,
 ) -> Any:
-    if not output.is_contiguous() or group.leaves_all_to_all:
+    if not output.is_contiguous():
         return None
-    group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
-    return finished_work()
+    answered = group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
+    return finished_work() if answered else None
 
 
 def _broadcast(group: OwnCollectives, tensors: list[Tensor], _: Any, source: int, *rest: Any) -> Any:
