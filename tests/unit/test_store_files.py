@@ -1,5 +1,6 @@
 """Shards in a store: the same samples as from a folder, whatever the store, the cache and the disk under it do."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -155,14 +156,17 @@ def test_a_full_disk_under_the_cache_is_told_and_read_around(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Opened(folder, tmp_path)
-    monkeypatch.setattr(opened.cache, "put", _no_space)
+    together, calls = threading.Barrier(2), itertools.count()
+
+    def no_space(*block: object) -> None:
+        if next(calls) < 2:
+            together.wait(timeout=30)  # the first two fail at the same time
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(opened.cache, "put", no_space)
     assert (opened.data.read_samples(np.arange(400)) == expected(folder)).all()
     unused = "cannot be written and is no longer used: [Errno 28] no space"
     assert opened.warnings == [f"the cache for memory://faulty {unused}"]
-
-
-def _no_space(*block: object) -> None:
-    raise OSError(28, "no space")
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:

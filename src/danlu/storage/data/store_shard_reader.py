@@ -77,7 +77,7 @@ class StoreShardReader:
         self._thread_blocks = threading.local()
         self._checksums = lru_cache(maxsize=_MAX_CACHED_TABLES)(self._read_checksums)
         self._next_warning = 0.0
-        self._cache_works = True
+        self._cache_works, self._cache_lock = True, threading.Lock()
         self._index: DatasetIndex | None = None
 
     def read_index(self) -> DatasetIndex:
@@ -169,8 +169,10 @@ class StoreShardReader:
         try:
             self._cache.put(content, block, raw)
         except OSError as error:
-            self._cache_works = False
-            self._on_warning(f"the cache for {self.location} cannot be written and is no longer used: {error}")
+            with self._cache_lock:  # several threads of the pool fail at once
+                first_failure, self._cache_works = self._cache_works, False
+            if first_failure:
+                self._on_warning(f"the cache for {self.location} cannot be written and is no longer used: {error}")
 
     def _call_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """The results of all calls; missing files and missing permissions are reported as problems."""
