@@ -1,12 +1,14 @@
-"""Collectives over a trimmed trunk: flat, hierarchical, and how near each comes to what the trunk allows.
+"""Collectives over a trimmed trunk: flat, by level, Open MPI's, and how near each comes to what the trunk allows.
 
     python benchmarks/collectives.py [--quick] [--ranks 4 8 16] [--trunk 200mbit] [--report FILE]
 
 Four hosts in two supernodes, each host in a network namespace of its own; the kernel throttles every host's link and,
-to a tenth of it, the trunk between the supernodes. Real ranks take turns: gloo's flat collective and
-ours over the levels of this network, each of the same tensors, whose results are compared. Bytes on the trunk are those
-that the switch's port counted, not ours. The bound is the time that the trunk needs for the bytes that must pass it: an
-all-reduce's tensor once in each direction, and of an all-to-all what one half of the ranks sends to the other.
+to a tenth of it, the trunk between the supernodes. Real ranks take turns: gloo's flat collective and ours, each of the
+same tensors, whose results are compared. `by host` has two levels, the host and the rest; `by level` has three, as this
+network, and sends large tensors in pieces. Open MPI's own collectives are measured after them on the same network, if
+`mpirun` and mpi4py are there. Bytes on the trunk are those that the switch's port counted, not ours. The bound is the
+time that the trunk needs for the bytes that must pass it in one direction: an all-reduce's tensor, half of what a
+reduce-scatter takes or an all-gather gives, and of an all-to-all what one half of the ranks sends to the other.
 Needs root and iproute2. Exits non-zero if a bar is missed. The last line is JSON.
 """
 
@@ -17,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from namespaces import NetworkLab, bytes_per_second, run_ranks, supernode_lab, why_no_lab
+from namespaces import NetworkLab, bytes_per_second, run_mpi_ranks, run_ranks, supernode_lab, why_no_lab, why_no_mpi
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
@@ -36,6 +38,7 @@ from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.scheduler.network_lab import sent_bytes
 from danlu.spec.byte_format import format_bytes
+from danlu.torch_compat import all_gather_single, reduce_scatter_single
 
 HOSTS = 4
 INSIDE, TRUNK = "2gbit", "200mbit"
@@ -49,25 +52,33 @@ MOST_SECONDS = 12.0
 """Sizes whose bound is longer are left out."""
 PATIENCE = 3000.0
 
-Method = Callable[[Tensor, LevelGroups], Tensor]
+FLAT, BY_HOST, BY_LEVEL, OPEN_MPI = "gloo", "by host", "by level", "Open MPI"
+OURS = (BY_HOST, BY_LEVEL)
+METHODS = (FLAT, *OURS)
+
+Collective = Callable[[Tensor], Tensor]
 
 
-def flat_all_reduce(tensor: Tensor, _: LevelGroups) -> Tensor:
+def flat_all_reduce(tensor: Tensor) -> Tensor:
     found = tensor.clone()
     dist.all_reduce(found, group=flat_group())
     return found
 
 
-def hierarchical_all_reduce(pieces: int) -> Method:
-    def run(tensor: Tensor, over: LevelGroups) -> Tensor:
-        found = tensor.clone()
-        hierarchical.all_reduce(found, over, pieces)
-        return found
-
-    return run
+def flat_reduce_scatter(tensor: Tensor) -> Tensor:
+    found = tensor.new_empty(tensor.numel() // dist.get_world_size())
+    reduce_scatter_single(found, tensor, flat_group())
+    return found
 
 
-def flat_all_to_all(tensor: Tensor, _: LevelGroups) -> Tensor:
+def flat_all_gather(tensor: Tensor) -> Tensor:
+    mine = share(tensor)
+    found = torch.empty_like(tensor)
+    all_gather_single(found, mine, flat_group())
+    return found
+
+
+def flat_all_to_all(tensor: Tensor) -> Tensor:
     found = torch.empty_like(tensor)
     dist.all_to_all_single(found, tensor, group=flat_group())
     return found
@@ -79,21 +90,28 @@ def flat_group() -> dist.ProcessGroup:
     return dist.new_group(list(range(dist.get_world_size())))
 
 
-def hierarchical_all_to_all(pieces: int) -> Method:
-    return lambda tensor, over: hierarchical.all_to_all(tensor, over, pieces)
+def share(tensor: Tensor) -> Tensor:
+    """What one rank gives to an all-gather that gives as much as the tensor."""
+    return tensor[: tensor.numel() // dist.get_world_size()]
 
 
-METHODS: dict[str, dict[str, Method]] = {
-    "all-reduce": {
-        "flat": flat_all_reduce,
-        "hierarchical": hierarchical_all_reduce(1),
-        "pipelined": hierarchical_all_reduce(8),
-    },
-    "all-to-all": {
-        "flat": flat_all_to_all,
-        "hierarchical": hierarchical_all_to_all(1),
-        "pipelined": hierarchical_all_to_all(8),
-    },
+def all_reduce_over(tensor: Tensor, over: LevelGroups) -> Tensor:
+    found = tensor.clone()
+    hierarchical.all_reduce(found, over)
+    return found
+
+
+FLAT_COLLECTIVES: dict[str, Collective] = {
+    "all-reduce": flat_all_reduce,
+    "reduce-scatter": flat_reduce_scatter,
+    "all-gather": flat_all_gather,
+    "all-to-all": flat_all_to_all,
+}
+LEVEL_COLLECTIVES: dict[str, Callable[[Tensor, LevelGroups], Tensor]] = {
+    "all-reduce": all_reduce_over,
+    "reduce-scatter": hierarchical.reduce_scatter,
+    "all-gather": lambda tensor, over: hierarchical.all_gather(share(tensor), over).view(-1),
+    "all-to-all": hierarchical.all_to_all,
 }
 
 
@@ -108,18 +126,25 @@ def main() -> int:
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)
+    parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.mpi:
+        mpi_rank_main(asked)
+        return 0
     if asked.rank is not None:
         rank_main(asked)
         return 0
     if reason := why_no_lab():
         print(reason, file=sys.stderr)
         return 2
+    without_mpi = why_no_mpi()
+    if without_mpi:
+        print(f"Open MPI is not measured: {without_mpi}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     with supernode_lab(INSIDE, asked.trunk, nodes=2, hosts_each=HOSTS // 2) as lab, Progress() as progress:
         task = progress.add_task("numbers of ranks", total=len(asked.ranks))
         for ranks in asked.ranks:
-            rows += measure(lab, ranks, asked.trunk, asked.quick)
+            rows += measure(lab, ranks, asked.trunk, asked.quick, not without_mpi)
             progress.advance(task)
     missed = [] if asked.quick else misses(rows)
     show(rows, missed)
@@ -129,13 +154,17 @@ def main() -> int:
     return int(bool(missed))
 
 
-def measure(lab: NetworkLab, ranks: int, trunk: str, quick: bool) -> list[dict[str, Any]]:
+def measure(lab: NetworkLab, ranks: int, trunk: str, quick: bool, with_mpi: bool) -> list[dict[str, Any]]:
     """Start the ranks on their hosts, and let them measure everything."""
     with tempfile.TemporaryDirectory() as folder:
         port = "/".join(lab.port("trunk", 0))
         told = ["--folder", folder, "--trunk", trunk, "--port", port, *(["--quick"] if quick else [])]
         run_ranks(lab.hosts, ranks, [__file__, *told], PATIENCE)
-        return json.loads((Path(folder) / "rows.json").read_text())
+        rows: list[dict[str, Any]] = json.loads((Path(folder) / f"{FLAT}.json").read_text())
+        if with_mpi:
+            run_mpi_ranks(lab.hosts, ranks, [__file__, *told, "--mpi", "--world", str(ranks)], Path(folder), PATIENCE)
+            rows += json.loads((Path(folder) / f"{OPEN_MPI}.json").read_text())
+        return rows
 
 
 def rank_main(asked: argparse.Namespace) -> None:
@@ -143,28 +172,111 @@ def rank_main(asked: argparse.Namespace) -> None:
     each = asked.world // HOSTS
     place = RankInfo(asked.rank, asked.world, asked.rank % each, asked.store, bytes(32))
     world = World.join(place, "gloo", rendezvous(place))
-    over = world.level_groups(range(asked.world), (each, HOSTS // 2, 2), "benchmark")
+    levels = {
+        BY_HOST: world.level_groups(range(asked.world), (each, HOSTS), "by host"),
+        BY_LEVEL: world.level_groups(range(asked.world), (each, HOSTS // 2, 2), "by level"),
+    }
+
+    def collectives(operation: str) -> dict[str, Collective]:
+        over = LEVEL_COLLECTIVES[operation]
+        return {
+            FLAT: FLAT_COLLECTIVES[operation],
+            **{method: partial(over, over=groups) for method, groups in levels.items()},
+        }
+
+    def slowest(seconds: float) -> float:
+        taken = torch.tensor(seconds, dtype=torch.float64)
+        world.all_reduce(taken, "max")
+        return float(taken)
+
+    rows = measure_all(asked, asked.rank, collectives, world.barrier, slowest)
+    if asked.rank == 0:
+        (asked.folder / f"{FLAT}.json").write_text(json.dumps(rows))
+    world.barrier()
+    world.shutdown()
+
+
+def mpi_rank_main(asked: argparse.Namespace) -> None:
+    """A rank that `mpirun` started."""
+    from mpi4py import MPI  # it may not be there
+
+    torch.set_num_threads(1)
+    everyone = MPI.COMM_WORLD
+    ranks = everyone.Get_size()
+
+    def all_reduce(tensor: Tensor) -> Tensor:
+        found = torch.empty_like(tensor)
+        everyone.Allreduce(tensor.numpy(), found.numpy())
+        return found
+
+    def reduce_scatter(tensor: Tensor) -> Tensor:
+        found = tensor.new_empty(tensor.numel() // ranks)
+        everyone.Reduce_scatter_block(tensor.numpy(), found.numpy())
+        return found
+
+    def all_gather(tensor: Tensor) -> Tensor:
+        found = torch.empty_like(tensor)
+        everyone.Allgather(tensor[: tensor.numel() // ranks].numpy(), found.numpy())
+        return found
+
+    def all_to_all(tensor: Tensor) -> Tensor:
+        found = torch.empty_like(tensor)
+        everyone.Alltoall(tensor.numpy(), found.numpy())
+        return found
+
+    methods = {
+        "all-reduce": all_reduce,
+        "reduce-scatter": reduce_scatter,
+        "all-gather": all_gather,
+        "all-to-all": all_to_all,
+    }
+    rank = everyone.Get_rank()
+    rows = measure_all(
+        asked,
+        rank,
+        lambda operation: {OPEN_MPI: methods[operation]},
+        everyone.Barrier,
+        lambda seconds: everyone.allreduce(seconds, MPI.MAX),
+    )
+    if rank == 0:
+        (asked.folder / f"{OPEN_MPI}.json").write_text(json.dumps(rows))
+
+
+def measure_all(
+    asked: argparse.Namespace,
+    rank: int,
+    collectives: Callable[[str], dict[str, Collective]],
+    barrier: Callable[[], None],
+    slowest: Callable[[float], float],
+) -> list[dict[str, Any]]:
+    """Every operation and size, by every method in turn; `slowest` is the largest of all ranks' values."""
     namespace, _, interface = asked.port.partition("/")
+
+    def port_bytes(size: int) -> int:
+        return sent_bytes(namespace, interface) if rank == 0 and size >= LARGE else 0
+
     rows = []
-    for operation, methods in METHODS.items():
+    for operation in FLAT_COLLECTIVES:
+        methods = collectives(operation)
         for size in QUICK_SIZES if asked.quick else SIZES:
-            bound = trunk_bytes(operation, size, asked.world) / bytes_per_second(asked.trunk)
+            least = trunk_bytes(operation, size, asked.world)
+            bound = least / bytes_per_second(asked.trunk)
             if bound > MOST_SECONDS:
                 continue
-            torch.manual_seed(asked.rank)
+            torch.manual_seed(rank)
             tensor = torch.randint(0, 4, (size // 4,)).float()
-            results = {name: method(tensor, over) for name, method in methods.items()}  # warms up, too
-            if any(not torch.equal(result, results["flat"]) for result in results.values()):
+            results = [method(tensor) for method in methods.values()]  # warms up, too
+            if any(not torch.equal(result, results[0]) for result in results):
                 raise RuntimeError(f"{operation} of {size} bytes: methods differ")
-            turns = max(2, min(15, round(3.0 / max(bound, 0.01))))
             seconds: dict[str, list[float]] = {name: [] for name in methods}
             counted: dict[str, list[int]] = {name: [] for name in methods}
-            for turn in range(turns):
+            for turn in range(max(2, min(15, round(3.0 / max(bound, 0.01))))):
                 for name in sorted(methods, reverse=bool(turn % 2)):
-                    before = sent_bytes(namespace, interface) if asked.rank == 0 and size >= LARGE else 0
-                    seconds[name].append(timed(world, methods[name], tensor, over))
-                    if asked.rank == 0 and size >= LARGE:
-                        counted[name].append(sent_bytes(namespace, interface) - before)
+                    barrier()
+                    before, began = port_bytes(size), time.perf_counter()
+                    methods[name](tensor)
+                    seconds[name].append(slowest(time.perf_counter() - began))
+                    counted[name].append(port_bytes(size) - before)
             for name in methods:
                 rows.append(
                     {
@@ -176,82 +288,55 @@ def rank_main(asked: argparse.Namespace) -> None:
                         "fastest": min(seconds[name]),
                         "slowest": max(seconds[name]),
                         "bound": bound,
-                        "least_trunk_bytes": trunk_bytes(operation, size, asked.world),
-                        "trunk_bytes": statistics.median(counted[name]) if counted[name] else None,
+                        "least_trunk_bytes": least,
+                        "trunk_bytes": statistics.median(counted[name]) if size >= LARGE else None,
                     }
                 )
-    if asked.rank == 0:
-        (asked.folder / "rows.json").write_text(json.dumps(rows))
-    world.barrier()
-    world.shutdown()
-
-
-def timed(world: World, method: Method, tensor: Tensor, over: LevelGroups) -> float:
-    """Seconds until the last rank is done."""
-    world.barrier()
-    began = time.perf_counter()
-    method(tensor, over)
-    taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    world.all_reduce(taken, "max")
-    return float(taken)
+    return rows
 
 
 def trunk_bytes(operation: str, size: int, ranks: int) -> float:
     """Bytes that must pass the trunk in one direction."""
-    return size if operation == "all-reduce" else ranks // 2 * size / 2
+    return {"all-reduce": size, "all-to-all": ranks // 2 * size / 2}.get(operation, size / 2)
 
 
 def misses(rows: list[dict[str, Any]]) -> list[str]:
     """What is below its bar: large messages against the bound, small ones against the flat collective."""
     found = []
-    cases = sorted({(row["operation"], row["ranks"], row["bytes"]) for row in rows})
-    for operation, ranks, size in cases:
-        here = {
-            row["method"]: row
-            for row in rows
-            if (row["operation"], row["ranks"], row["bytes"]) == (operation, ranks, size)
-        }
-        ours = min(here["hierarchical"]["seconds"], here["pipelined"]["seconds"])
+    for (operation, ranks, size), here in by_case(rows).items():
+        ours, flat, bound = here[chosen(size)]["seconds"], here[FLAT]["seconds"], here[FLAT]["bound"]
         what = f"{operation} of {format_bytes(size)} on {ranks} ranks"
-        if size >= LARGE and here["flat"]["bound"] / ours < BAR:
-            found.append(f"{what}: {here['flat']['bound'] / ours:.0%} of the bound")
-        if size <= SMALL and ours > here["flat"]["seconds"]:
-            found.append(f"{what}: {ours / here['flat']['seconds']:.2f} × the flat collective's time")
+        if size >= LARGE and bound / ours < BAR:
+            found.append(f"{what}: {bound / ours:.0%} of the bound")
+        if size <= SMALL and ours > flat:
+            found.append(f"{what}: {ours / flat:.2f} × the flat collective's time")
     return found
 
 
-def show(rows: list[dict[str, Any]], missed: list[str]) -> None:
-    table = Table(title="Collectives over two supernodes")
-    for column in (
-        "operation",
-        "ranks",
-        "bytes",
-        "flat",
-        "hierarchical",
-        "pipelined",
-        "bound",
-        "trunk bytes: flat, ours",
-    ):
-        table.add_column(column, justify="left" if column == "operation" else "right")
+def chosen(size: int) -> str:
+    """Which of ours is held to the bars: small messages take as few steps as they can."""
+    return BY_LEVEL if size >= LARGE else BY_HOST
+
+
+def by_case(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
+    """The rows of every operation, number of ranks and size, by method."""
+    cases: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        if row["method"] != "flat":
-            continue
-        same = [each for each in rows if all(each[key] == row[key] for key in ("operation", "ranks", "bytes"))]
-        times = {each["method"]: each["seconds"] for each in same}
-        counted = {each["method"]: each["trunk_bytes"] for each in same}
-        shown = (
-            f"{counted['flat'] / row['least_trunk_bytes']:.2f}, {counted['pipelined'] / row['least_trunk_bytes']:.2f}"
-            if counted["flat"]
-            else ""
-        )
-        table.add_row(
-            row["operation"],
-            str(row["ranks"]),
-            format_bytes(row["bytes"]),
-            *(f"{1e3 * times[name]:,.1f} ms" for name in ("flat", "hierarchical", "pipelined")),
-            f"{1e3 * row['bound']:,.1f} ms",
-            shown,
-        )
+        cases.setdefault((row["operation"], row["ranks"], row["bytes"]), {})[row["method"]] = row
+    return cases
+
+
+def show(rows: list[dict[str, Any]], missed: list[str]) -> None:
+    methods = [method for method in (*METHODS, OPEN_MPI) if any(row["method"] == method for row in rows)]
+    table = Table(title="Collectives over two supernodes")
+    for column in ("operation", "ranks", "bytes", *methods, "bound", f"× the least on the trunk: {', '.join(methods)}"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for (operation, ranks, size), here in by_case(rows).items():
+        times = [f"{1e3 * here[method]['seconds']:,.1f} ms" for method in methods]
+        sent = [here[method]["trunk_bytes"] for method in methods]
+        least = here[FLAT]["least_trunk_bytes"]
+        shown = "" if None in sent else ", ".join(f"{each / least:.2f}" for each in sent)
+        table.add_row(operation, str(ranks), format_bytes(size), *times, f"{1e3 * here[FLAT]['bound']:,.1f} ms", shown)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     for line in missed:

@@ -4,11 +4,15 @@ with supernodes(inside="2gbit", between="200mbit") as hosts:
     subprocess.run([*hosts[3].enter, "ping", "-c", "1", hosts[0].address])
 """
 
+import importlib.util
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from danlu.scheduler.network_lab import INTERFACE, LabHost, LabLevel, NetworkLab, lab_down, lab_up, why_no_lab
 
@@ -17,10 +21,12 @@ __all__ = [
     "LabHost",
     "NetworkLab",
     "bytes_per_second",
+    "run_mpi_ranks",
     "run_ranks",
     "supernode_lab",
     "supernodes",
     "why_no_lab",
+    "why_no_mpi",
 ]
 _PORT = 29531
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -59,6 +65,35 @@ def run_ranks(hosts: Sequence[LabHost], ranks: int, arguments: Sequence[str], se
     codes = [process.wait(seconds) for process in started]
     if any(codes):
         sys.exit(f"ranks ended with exit codes {codes}")
+
+
+def why_no_mpi() -> str:
+    """What `run_mpi_ranks` lacks; empty if nothing."""
+    if shutil.which("mpirun") is None:
+        return "mpirun is not installed (apt install openmpi-bin)"
+    return "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed (pip install 'danlu[mpi]')"
+
+
+def run_mpi_ranks(hosts: Sequence[LabHost], ranks: int, arguments: Sequence[str], folder: Path, seconds: float) -> None:
+    """Run a script's ranks by `mpirun`, as many on every host, and wait for them."""
+    agent = folder / "enter-host"  # what Open MPI calls in the place of ssh
+    cases = "\n".join(f'{host.address}) exec {shlex.join(host.machine)} sh -c "$*";;' for host in hosts)
+    agent.write_text(f"#!/bin/sh\nhost=$1; shift\ncase $host in\n{cases}\nesac\n")
+    agent.chmod(0o755)
+    options = {
+        "plm_rsh_agent": str(agent),
+        "btl": "self,vader,tcp",
+        "pml": "ob1",
+        "btl_tcp_if_include": INTERFACE,
+        "oob_tcp_if_include": INTERFACE,
+        "mpi_yield_when_idle": "1",  # there are more ranks than cores
+    }
+    command = [*hosts[0].machine, "mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", str(ranks)]
+    command += ["--host", ",".join(f"{host.address}:{ranks // len(hosts)}" for host in hosts)]
+    command += [word for key, value in options.items() for word in ("--mca", key, value)]
+    subprocess.run(
+        [*command, "-x", "PATH", "-x", "OMP_NUM_THREADS=1", sys.executable, *arguments], timeout=seconds, check=True
+    )
 
 
 def bytes_per_second(rate: str) -> float:

@@ -46,7 +46,7 @@ def draw_shape(draw: Draw) -> tuple[int, ...]:
 
 
 def all_reduce(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
-    given, pieces = inputs(draw, over.size, draw_shape(draw)), int(draw.integers(1, 5))
+    given, pieces = inputs(draw, over.size, draw_shape(draw)), int(draw.integers(1, 7))
     tensor = as_tensor(given[over.index], dtype)
     hierarchical.all_reduce(tensor, over, pieces)
     same(tensor, given.sum(0), dtype)
@@ -54,14 +54,14 @@ def all_reduce(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
 
 def reduce_scatter(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
     rows, *rest = draw_shape(draw)
-    given = inputs(draw, over.size, (rows * over.size, *rest))
-    found = hierarchical.reduce_scatter(as_tensor(given[over.index], dtype), over)
+    given, pieces = inputs(draw, over.size, (rows * over.size, *rest)), int(draw.integers(1, 7))
+    found = hierarchical.reduce_scatter(as_tensor(given[over.index], dtype), over, pieces)
     same(found, given.sum(0)[over.index * rows : (over.index + 1) * rows], dtype)
 
 
 def all_gather(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
-    given = inputs(draw, over.size, draw_shape(draw))
-    same(hierarchical.all_gather(as_tensor(given[over.index], dtype), over), given, dtype)
+    given, pieces = inputs(draw, over.size, draw_shape(draw)), int(draw.integers(1, 7))
+    same(hierarchical.all_gather(as_tensor(given[over.index], dtype), over, pieces), given, dtype)
 
 
 def broadcast(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
@@ -75,7 +75,7 @@ def all_to_all(draw: Draw, over: LevelGroups, dtype: torch.dtype) -> None:
     rows, *rest = draw_shape(draw)
     given = inputs(draw, over.size, (over.size, rows, *rest))
     sent = as_tensor(given[over.index], dtype).view(over.size * rows, *rest)
-    pieces = int(draw.integers(1, 5))
+    pieces = int(draw.integers(1, 7))
     same(hierarchical.all_to_all(sent, over, pieces), given[:, over.index].reshape(over.size * rows, *rest), dtype)
 
 

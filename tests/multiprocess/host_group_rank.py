@@ -7,6 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -200,22 +201,26 @@ def turns() -> int:
 
 def main() -> None:
     rank, ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    each = int(sys.argv[5])
+    each, blocks = int(sys.argv[5]), tuple(map(int, sys.argv[6:]))
     world_module.host_identity = lambda: f"host {rank // each}"  # what they cannot be on one machine
     place = RankInfo(rank, ranks, rank, f"127.0.0.1:{port}", bytes(32))
     store = rendezvous(place)
     told = folder / f"{rank}.txt"
     try:
-        world = World.join(place, "gloo", store)
+        world = World.join(place, "gloo", store, blocks=blocks)
         recorder = FlightRecorder(FlightWriter(folder / f"{rank}.flight", rank))
         assert dist.group.WORLD is not None
         answering = own_collectives._answered[dist.group.WORLD.group_name]
         assert isinstance(answering, HostGroup if each == ranks else LevelCollectives)
+        if isinstance(answering, LevelCollectives):
+            bounds = [1, each, *blocks, ranks] if each > 1 else [1, *blocks, ranks]
+            assert [level.size for level in answering.levels.levels] == [b // a for a, b in pairwise(bounds)]
         for case in CASES:
             before = turns()
             case(rank, ranks)
             left = not SAYS_REDUCTION and "reduce" in case.__name__
             left |= each < ranks and case.__name__ in LEFT_BETWEEN_HOSTS
+            left |= each == 1
             assert (turns() > before) is not left, f"{case.__name__} did not go through the memory"
         before = turns()
         what_is_not_written_goes_to_the_library(rank, ranks)

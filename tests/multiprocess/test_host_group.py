@@ -8,8 +8,12 @@ from ranks import run_ranks
 RANK = Path(__file__).parent / "host_group_rank.py"
 
 
-@pytest.mark.parametrize(("ranks", "on_each_host"), [(2, 2), (3, 3), (4, 2)])
-def test_collectives_inside_a_host_go_through_its_memory(ranks: int, on_each_host: int, tmp_path: Path) -> None:
-    run_ranks(RANK, ranks, str(tmp_path), str(on_each_host), seconds=120)
+@pytest.mark.parametrize(
+    ("ranks", "on_each_host", "blocks"), [(2, 2, ()), (3, 3, ()), (4, 2, ()), (4, 1, (2,)), (8, 2, (4,))]
+)
+def test_collectives_inside_a_host_go_through_its_memory(
+    ranks: int, on_each_host: int, blocks: tuple[int, ...], tmp_path: Path
+) -> None:
+    run_ranks(RANK, ranks, str(tmp_path), str(on_each_host), *map(str, blocks), seconds=120)
     told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(ranks)]
     assert told == ["passed"] * ranks

@@ -5,11 +5,13 @@ all-reduce reduces inside a block first, and every rank takes its own share of t
 sends the same bytes, in few large messages instead of many small ones. Results are those of the flat collectives, in
 the same order; sums are taken in another order, so that they may differ in the last bits.
 
-`pieces` above 1 split a tensor, and one piece passes an outer level while the next passes the inner one.
+A large tensor is split into pieces, of which some pass the outermost level while others pass those inside it.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,56 +23,95 @@ from danlu.comm.own_collectives import is_answered
 
 _WITHOUT_REDUCE_SCATTER = ("gloo",)
 """Backends that reduce the whole tensor on all ranks and throw away the rest: twice the bytes."""
+_PIECE_BYTES = 2 << 20
+"""Of one rank: what fits its cache, and still takes a trunk long beside what starting a collective takes."""
+_UNDER_WAY = 4
+"""Pieces that may be on the outermost level at once."""
+
+P = TypeVar("P")
+B = TypeVar("B")
 
 
-def all_reduce(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> None:
+def all_reduce(tensor: Tensor, over: LevelGroups, pieces: int | None = None) -> None:
     """Sum a contiguous tensor over all ranks, in place."""
-    _check_pieces(pieces)
+    pieces = _pieces(tensor, pieces)
     if not over.levels or not tensor.numel():
         return
     *inner, last = over.levels
     flat, unit = tensor.view(-1), pieces * prod(level.size for level in inner)
     padded = flat if flat.numel() % unit == 0 else _padded(flat, -(-flat.numel() // unit) * unit)
-    under_way = []
-    for piece in padded.view(pieces, -1):
+
+    def begin(piece: Tensor) -> tuple[Tensor, Tensor, dist.Work]:
         mine = piece
         for level in inner:  # what passes the last level is this rank's share of what its block has summed
             mine = _reduce_scatter_level(mine, level)
-        under_way.append((piece, mine, dist.all_reduce(mine, group=last.group, async_op=True)))
-    for piece, mine, work in under_way:
+        return piece, mine, dist.all_reduce(mine, group=last.group, async_op=True)
+
+    def finish(begun: tuple[Tensor, Tensor, dist.Work]) -> None:
+        piece, mine, work = begun
         work.wait()
         for level in reversed(inner):
-            gathered = mine.new_empty(level.size * mine.numel())
+            gathered = piece if level is inner[0] else mine.new_empty(level.size * mine.numel())
             torch_compat.all_gather_single(gathered, mine, level.group)
             mine = gathered
-        if inner:
-            piece.copy_(mine)
+
+    _pipeline(padded.view(pieces, -1), begin, finish)
     if padded is not flat:
         flat.copy_(padded[: flat.numel()])
 
 
-def reduce_scatter(tensor: Tensor, over: LevelGroups) -> Tensor:
+def reduce_scatter(tensor: Tensor, over: LevelGroups, pieces: int | None = None) -> Tensor:
     """The sum over all ranks of this rank's part of `tensor`, whose first dimension holds a part for every rank."""
+    pieces = _pieces(tensor, pieces)
     parts = _parts(tensor, over.size)
-    if not parts.numel():
+    if not over.levels or not parts.numel():
         return parts[0]
-    for level in over.levels:  # inner levels first: what passes an outer one is already reduced
-        # Parts are in order of ranks, so those for the same coordinate of this level are apart by its size.
-        grouped = parts.view(-1, level.size, *parts.shape[1:]).transpose(0, 1).contiguous()
-        parts = _reduce_scatter_level(grouped, level).view(-1, *parts.shape[1:])
-    return parts[0]
+    found = torch.empty_like(parts[0])
+    *inner, last = over.levels
+
+    def begin(columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dist.Work]:
+        summed, place = columns
+        for level in inner:  # inner levels first: what passes an outer one is already reduced
+            # Parts are in order of ranks, so those for the same coordinate of this level are apart by its size.
+            grouped = summed.reshape(-1, level.size, place.numel()).transpose(0, 1).contiguous()
+            summed = _reduce_scatter_level(grouped, level).view(-1, place.numel())
+        return place, *_begin_reduce_scatter(summed.contiguous(), last)
+
+    def finish(begun: tuple[Tensor, Tensor, dist.Work]) -> None:
+        place, addends, work = begun
+        work.wait()
+        place.copy_(_sum(addends))
+
+    _pipeline(_columns(parts.view(over.size, -1), found.view(-1), pieces), begin, finish)
+    return found
 
 
-def all_gather(tensor: Tensor, over: LevelGroups) -> Tensor:
+def all_gather(tensor: Tensor, over: LevelGroups, pieces: int | None = None) -> Tensor:
     """The tensors of all ranks, one after the other along a new first dimension."""
-    if not tensor.numel():
-        return tensor.new_empty((over.size, *tensor.shape))
-    parts = tensor.contiguous().unsqueeze(0)
-    for level in reversed(over.levels):  # outer levels first: each part passes them once
-        gathered = parts.new_empty((level.size, *parts.shape))
-        torch_compat.all_gather_single(gathered.view(-1), parts.view(-1), level.group)
-        parts = gathered.transpose(0, 1).reshape(-1, *tensor.shape)
-    return parts
+    found = tensor.new_empty((over.size, *tensor.shape))
+    pieces = _pieces(found, pieces)
+    if not over.levels:
+        found.copy_(tensor)
+    if not over.levels or not tensor.numel():
+        return found
+    *inner, last = over.levels
+
+    def begin(columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dist.Work]:  # outer levels first: over them once
+        place, mine = columns
+        gathered = mine.new_empty((last.size, mine.numel()))
+        return place, gathered, torch_compat.begin_all_gather_single(gathered.view(-1), mine, last.group)
+
+    def finish(begun: tuple[Tensor, Tensor, dist.Work]) -> None:
+        place, parts, work = begun
+        work.wait()
+        for level in reversed(inner):
+            gathered = parts.new_empty((level.size, *parts.shape))
+            torch_compat.all_gather_single(gathered.view(-1), parts.view(-1), level.group)
+            parts = gathered.transpose(0, 1).reshape(-1, parts.shape[-1])
+        place.copy_(parts)
+
+    _pipeline(_columns(found.view(over.size, -1), tensor.contiguous().view(-1), pieces), begin, finish)
+    return found
 
 
 def broadcast(tensor: Tensor, over: LevelGroups, source: int) -> None:
@@ -85,26 +126,29 @@ def broadcast(tensor: Tensor, over: LevelGroups, source: int) -> None:
             dist.broadcast(tensor, group=level.group, group_src=coordinates[depth])
 
 
-def all_to_all(tensor: Tensor, over: LevelGroups, pieces: int = 1) -> Tensor:
+def all_to_all(tensor: Tensor, over: LevelGroups, pieces: int | None = None) -> Tensor:
     """Send the r-th part of the first dimension to the r-th rank, and return the parts that all ranks sent here."""
-    _check_pieces(pieces)
+    pieces = _pieces(tensor, pieces)
     parts = _parts(tensor, over.size).view(over.size, -1)
     if not over.levels or not parts.numel():
         return tensor.clone()
     found = torch.empty_like(parts)
     *inner, last = over.levels
-    under_way = []
-    pieces = min(pieces, parts.shape[1])
-    for piece, place in zip(parts.tensor_split(pieces, 1), found.tensor_split(pieces, 1), strict=True):
-        passed = piece
+
+    def begin(columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dist.Work]:
+        passed, place = columns
         for level in inner:
             received, work = _begin_all_to_all(passed, over, level)
             work.wait()
-            passed = received.transpose(0, 1).reshape(piece.shape)
-        under_way.append((place, *_begin_all_to_all(passed, over, last)))
-    for place, received, work in under_way:
+            passed = received.transpose(0, 1).reshape(place.shape)
+        return place, *_begin_all_to_all(passed, over, last)
+
+    def finish(begun: tuple[Tensor, Tensor, dist.Work]) -> None:
+        place, received, work = begun
         work.wait()
         place.copy_(received.view(place.shape))  # no level is outside the last one: they are in order
+
+    _pipeline(_columns(parts, found, pieces), begin, finish)
     return found.view(tensor.shape)
 
 
@@ -168,13 +212,29 @@ def _blocks_in_order(rows: Tensor, counts: Tensor, order: Tensor) -> Tensor:
 
 def _reduce_scatter_level(tensor: Tensor, level: Level) -> Tensor:
     """This rank's share, of `level.size` equal ones, of the sum over one level."""
+    addends, work = _begin_reduce_scatter(tensor, level)
+    work.wait()
+    return _sum(addends)
+
+
+def _begin_reduce_scatter(tensor: Tensor, level: Level) -> tuple[Tensor, dist.Work]:
+    """What is to be added up for this rank's share when the work is done: one row, or one of every rank."""
     if level.group.name() in _WITHOUT_REDUCE_SCATTER and not is_answered(level.group):
         received = torch.empty_like(tensor).view(level.size, -1)
-        dist.all_to_all_single(received, tensor.view(level.size, -1), group=level.group)
-        return received.sum(0, dtype=tensor.dtype)
-    mine = tensor.new_empty(tensor.numel() // level.size)
-    torch_compat.reduce_scatter_single(mine, tensor.view(-1), level.group)
-    return mine
+        work = dist.all_to_all_single(received, tensor.view(level.size, -1), group=level.group, async_op=True)
+        return received, work
+    mine = tensor.new_empty((1, tensor.numel() // level.size))
+    return mine, torch_compat.begin_reduce_scatter_single(mine.view(-1), tensor.view(-1), level.group)
+
+
+def _sum(addends: Tensor) -> Tensor:
+    return addends[0] if addends.shape[0] == 1 else addends.sum(0, dtype=addends.dtype)
+
+
+def _columns(left: Tensor, right: Tensor, pieces: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors whose last dimensions are as long, in pieces along it."""
+    pieces = min(pieces, left.shape[-1])
+    return zip(left.tensor_split(pieces, -1), right.tensor_split(pieces, -1), strict=True)
 
 
 def _parts(tensor: Tensor, ranks: int) -> Tensor:
@@ -186,9 +246,23 @@ def _parts(tensor: Tensor, ranks: int) -> Tensor:
     return tensor.contiguous().view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
 
 
-def _check_pieces(pieces: int) -> None:
+def _pieces(tensor: Tensor, pieces: int | None) -> int:
+    if pieces is None:
+        return max(1, tensor.nbytes // _PIECE_BYTES)
     if pieces < 1:
         raise ValueError(f"`pieces` must be 1 or more, but is {pieces}")
+    return pieces
+
+
+def _pipeline(pieces: Iterable[P], begin: Callable[[P], B], finish: Callable[[B], None]) -> None:
+    """Begin and finish every piece in order, and have a few of them under way at once."""
+    under_way: deque[B] = deque()
+    for piece in pieces:
+        if len(under_way) == _UNDER_WAY:
+            finish(under_way.popleft())
+        under_way.append(begin(piece))
+    for begun in under_way:
+        finish(begun)
 
 
 def _padded(flat: Tensor, size: int) -> Tensor:

@@ -10,13 +10,10 @@ from danlu.comm import hierarchical
 from danlu.comm.level_groups import LevelGroups
 from danlu.comm.own_collectives import REDUCE_OPS, Reduction
 
-_PIECE_BYTES = 1 << 20
-_MOST_PIECES = 8
-
 
 @dataclass(frozen=True)
 class LevelCollectives:
-    """Large tensors go in pieces, of which one passes the outermost level while the next passes those inside."""
+    """All-reduces, gathers and broadcasts by level; all-to-alls are the library's."""
 
     levels: LevelGroups
 
@@ -28,7 +25,7 @@ class LevelCollectives:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""
         if reduction == "sum":
-            hierarchical.all_reduce(tensor, self.levels, _pieces(tensor.nbytes))
+            hierarchical.all_reduce(tensor, self.levels)
         else:
             for level in self.levels.levels:
                 dist.all_reduce(tensor, REDUCE_OPS[reduction], group=level.group)
@@ -69,7 +66,3 @@ class LevelCollectives:
 
     def close(self) -> None:
         """The groups of the levels are closed on their own."""
-
-
-def _pieces(size: int) -> int:
-    return max(1, min(_MOST_PIECES, size // _PIECE_BYTES))

@@ -32,6 +32,7 @@ from danlu.comm.collective_benchmark import (
     all_reduce_scalar,
     group_partitions,
 )
+from danlu.comm.rank_layout import level_blocks
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.spec.cluster import Dtype, OperatorName, TimingCurve
@@ -216,10 +217,10 @@ def measure_as_rank(
         raise MeasurementError(f"the levels must hold all {rank_info.world_size} ranks, but hold {made}")
     torch.set_num_threads(threads)
     session = _RankProbe(
-        find_chip(chip), rank_info.rank, rank_info.world_size, rank_info.local_rank, rendezvous(rank_info)
+        find_chip(chip), rank_info.rank, rank_info.world_size, rank_info.local_rank, rendezvous(rank_info), levels
     )
     try:
-        return session.measure(threads, settings, levels, on_step, operators)
+        return session.measure(threads, settings, on_step, operators)
     finally:
         session.world.shutdown()
 
@@ -245,9 +246,8 @@ def _rank_main(
 
     try:
         torch.set_num_threads(threads)
-        session = _RankProbe(find_chip(chip), rank, ranks, rank, FileStore(store, ranks))
-        level = (("node", ranks),)
-        figures = session.measure(threads, ProbeSettings.model_validate_json(settings), level, on_step, operators)
+        session = _RankProbe(find_chip(chip), rank, ranks, rank, FileStore(store, ranks), (("node", ranks),))
+        figures = session.measure(threads, ProbeSettings.model_validate_json(settings), on_step, operators)
         session.world.shutdown()
         if rank == 0:
             send("figures", figures.model_dump_json())
@@ -259,20 +259,23 @@ def _rank_main(
 class _RankProbe:
     """One rank's view of the measurement; every rank takes the same steps in the same order."""
 
-    def __init__(self, chip: ChipDescriptor, rank: int, ranks: int, local_rank: int, store: Store) -> None:
+    def __init__(
+        self, chip: ChipDescriptor, rank: int, ranks: int, local_rank: int, store: Store, levels: LevelFanouts
+    ) -> None:
         if chip.backend is None and ranks > 1:
             raise MeasurementError(f"chip {chip.name} has no collectives: only runs of one rank")
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.levels = rank, ranks, levels
         self.runtime = chip.runtime
         self.device = chip.runtime.set_device(local_rank)
         place = RankInfo(rank, ranks, local_rank)
-        self.world = World.join(place, chip.backend or "gloo", store, self.device, timeout=_TIMEOUT)
+        blocks = level_blocks(fanout for _, fanout in levels)  # as in a run on this network
+        backend = chip.backend or "gloo"
+        self.world = World.join(place, backend, store, self.device, timeout=_TIMEOUT, blocks=blocks)
 
     def measure(
         self,
         threads: int,
         settings: ProbeSettings,
-        levels: LevelFanouts,
         on_step: Callable[[str], None],
         operators: BenchmarkFactory,
     ) -> RankMeasurements:
@@ -300,7 +303,7 @@ class _RankProbe:
                 curves[name][operator] = self._curve(make(), settings.operator_seconds)
         fits: list[CollectiveFit] = []
         timer = CollectiveTimer(self.runtime, self.world, settings.collective_seconds, settings.collective_sizes)
-        for partition in group_partitions(levels):
+        for partition in group_partitions(self.levels):
             for operation in OPERATIONS:
                 on_step(f"{operation} × {partition.group_size}")
                 fits.append(timer.measure(operation, partition))

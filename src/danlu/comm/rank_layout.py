@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,11 @@ class RankLayout:
         for along_axis in offsets.values():
             found = np.add.outer(found, along_axis)
         return found
+
+
+def level_blocks(fanouts: Iterable[int]) -> tuple[int, ...]:
+    """Ranks under one switch of each level between the innermost and the whole, from what the levels join."""
+    return tuple(accumulate(fanouts, mul))[1:-1]
 
 
 def dense_layout(plan: Plan, cluster: Cluster | None = None) -> RankLayout:

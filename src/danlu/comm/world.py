@@ -3,9 +3,10 @@
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from math import prod
 from typing import Self
 
@@ -69,6 +70,8 @@ class World:
     """Sockets that this process had before it joined: not the world's."""
     shares_memory: bool = False
     """Whether groups of ranks on one host communicate through its memory."""
+    blocks: tuple[int, ...] = ()
+    """Ranks under one switch of each level of the network between the host and the whole, innermost first."""
     fallbacks: list[str] = field(default_factory=list, compare=False)
     """Groups of this rank that communicate more slowly than they could, each with the reason."""
 
@@ -84,12 +87,13 @@ class World:
         timeout: timedelta = TIMEOUT,
         canceled: Callable[[], bool] | None = None,
         shares_memory: bool = True,
+        blocks: Sequence[int] = (),
     ) -> Self:
         """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined.
 
         With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
         waited for may die meanwhile. On CPUs, groups whose ranks are all on one host communicate through its memory,
-        unless `shares_memory` is false.
+        and others inside each host and each of the `blocks` first, unless `shares_memory` is false.
         """
         whole, store = store, PrefixStore(f"generation-{generation}", store)
         size, earlier = rank_info.world_size, frozenset(own_sockets().values())
@@ -97,7 +101,7 @@ class World:
             _wait_for_all(store, size, generation, canceled)
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
         place = (rank_info.rank, size, rank_info.local_rank, device, generation, timeout)
-        world = cls(*place, store, whole, earlier, shares_memory and backend in _OVER_SOCKETS)
+        world = cls(*place, store, whole, earlier, shares_memory and backend in _OVER_SOCKETS, tuple(blocks))
         world._find_host()
         return world
 
@@ -108,7 +112,7 @@ class World:
         return cls(rank, size)
 
     @classmethod
-    def adopt(cls, device: torch.device = CPU, *, shares_memory: bool = True) -> Self:
+    def adopt(cls, device: torch.device = CPU, *, shares_memory: bool = True, blocks: Sequence[int] = ()) -> Self:
         """The world that this process is a rank of already, as under torchrun; a world of one if it is of none.
 
         Every rank calls it.
@@ -117,7 +121,7 @@ class World:
             return cls(device=device)
         place = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
         shares_memory = shares_memory and dist.get_backend() in _OVER_SOCKETS
-        world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory)
+        world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory, blocks=tuple(blocks))
         world._find_host()
         return world
 
@@ -232,12 +236,13 @@ class World:
         if not self.shares_memory or self.store is None or not 1 < len(members) <= _MOST_MEMBERS or is_answered(group):
             return
         hosts = [self.store.get(f"host-{member}") for member in members]
-        each = hosts.count(hosts[0])
-        if each == len(members):
+        if len({*hosts}) == 1:
             self._share_memory(group, members)
-        elif each > 1 and _are_blocks(hosts, each):
-            levels = self.level_groups(members, (each, len(members) // each), group.group_desc)
-            answer_calls(group, LevelCollectives(levels))
+            return
+        switches = [[member // block for member in members] for block in self.blocks]
+        sizes = _level_sizes([hosts, *switches])
+        if len(sizes) > 1:
+            answer_calls(group, LevelCollectives(self.level_groups(members, sizes, group.group_desc)))
 
     def _share_memory(self, group: ProcessGroup, members: list[int]) -> None:
         assert self.store is not None
@@ -281,7 +286,20 @@ def _name_of_members(members: Sequence[int]) -> str:
     return hashlib.sha1("_".join(map(str, members)).encode(), usedforsecurity=False).hexdigest()
 
 
-def _are_blocks(hosts: Sequence[bytes], each: int) -> bool:
-    """Whether each host has so many of the ranks, one after the other."""
-    blocks = [hosts[start : start + each] for start in range(0, len(hosts), each)]
-    return all(len(block) == each and len({*block}) == 1 for block in blocks) and len({*hosts}) == len(blocks)
+def _level_sizes(units: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Levels that a group of ranks is joined by, innermost first, from the unit of every rank on each level.
+
+    A level whose units do not hold as many ranks each, one after the other, is none.
+    """
+    ranks, inside = len(units[0]), [1]
+    for of_rank in units:
+        each = of_rank.count(of_rank[0])
+        if inside[-1] < each < ranks and each % inside[-1] == 0 and _are_blocks(of_rank, each):
+            inside.append(each)
+    return [outer // inner for inner, outer in pairwise([*inside, ranks])]
+
+
+def _are_blocks(units: Sequence[Hashable], each: int) -> bool:
+    """Whether every unit has so many of the ranks, one after the other."""
+    blocks = [units[start : start + each] for start in range(0, len(units), each)]
+    return all(len(block) == each and len({*block}) == 1 for block in blocks) and len({*units}) == len(blocks)

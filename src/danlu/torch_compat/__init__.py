@@ -81,14 +81,32 @@ def clear_dtensor_caches() -> None:
 
 def all_gather_single(output: Tensor, given: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Gather one tensor of every rank into one; `all_gather_into_tensor` where torch has no such name."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, given, group=group)
+    _all_gather_single()(output, given, group=group)
+
+
+def begin_all_gather_single(output: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to gather one tensor of every rank into one."""
+    work: dist.Work = _all_gather_single()(output, given, group=group, async_op=True)
+    return work
+
+
+def _all_gather_single() -> Callable[..., Any]:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def reduce_scatter_single(output: Tensor, given: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Add up a tensor of every rank and keep this rank's chunk; `reduce_scatter_tensor` where torch has none."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, given, group=group)
+    _reduce_scatter_single()(output, given, group=group)
+
+
+def begin_reduce_scatter_single(output: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to add up a tensor of every rank and keep this rank's chunk."""
+    work: dist.Work = _reduce_scatter_single()(output, given, group=group, async_op=True)
+    return work
+
+
+def _reduce_scatter_single() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
