@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +179,11 @@ def rank_main(asked: argparse.Namespace) -> None:
 
     def collectives(operation: str) -> dict[str, Collective]:
         over = LEVEL_COLLECTIVES[operation]
-        return {
-            FLAT: FLAT_COLLECTIVES[operation],
-            **{method: partial(over, over=groups) for method, groups in levels.items()},
-        }
+
+        def by(groups: LevelGroups) -> Collective:
+            return lambda tensor: over(tensor, groups)
+
+        return {FLAT: FLAT_COLLECTIVES[operation], **{method: by(groups) for method, groups in levels.items()}}
 
     def slowest(seconds: float) -> float:
         taken = torch.tensor(seconds, dtype=torch.float64)

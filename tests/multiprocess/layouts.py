@@ -244,6 +244,25 @@ def _layouts() -> list[Layout]:
     moe("cp × ep", cp=2, shard=2, ep=2)
     moe("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)
     moe("zero-bubble × ep", pp=2, shard=2, ep=2, microbatches=4, schedule="zero-bubble", per_rank=2)
+    # Parameters, gradients and moments each whole (N), sharded in a group (I) or over all ranks (G).
+    step: dict[str, Any] = {"microbatches": 2, "reduce_gradients": "step"}
+    kept, over = {"reshard_after_forward": False}, {"shard_optimizer_over_replicas": True}
+    dense("GNG: fsdp, reduced once", shard=2, **step)
+    dense("NNG: fsdp, kept gathered, reduced once", shard=2, **kept, **step)
+    dense("NNG: replicas, moments over all", replicate=2, **over)
+    dense("NII: hsdp, kept gathered", replicate=2, shard=2, microbatches=2, **kept)
+    dense("INI: hsdp, reduced once", replicate=2, shard=2, **step)
+    dense("NNI: hsdp, kept gathered, reduced once", replicate=2, shard=2, **kept, **step)
+    dense("IIG: hsdp, moments over all", replicate=2, shard=2, **over)
+    dense("IIG: hsdp, moments over all, accumulate 2", replicate=2, shard=2, microbatches=2, **over)
+    dense("NIG: hsdp, kept gathered, moments over all", replicate=2, shard=2, **kept, **over)
+    dense("ING: hsdp, reduced once, moments over all", replicate=2, shard=2, **step, **over)
+    dense("NNG: hsdp, kept gathered, reduced once, moments over all", replicate=2, shard=2, **kept, **step, **over)
+    dense("IIG: hsdp × tp, moments over all", replicate=2, shard=2, tp=2, **over)
+    dense("NNG: replicas × 1f1b, moments over all", replicate=2, pp=2, microbatches=4, **over)
+    moe("GNG: fsdp × ep, reduced once", shard=4, ep=2, **step)
+    moe("IIG: hsdp × cp × ep 4, moments over all", replicate=2, shard=2, cp=2, ep=4, **over)
+    moe("ING: hsdp × ep over tp, reduced once, moments over all", replicate=2, shard=2, tp=2, ep=2, **step, **over)
     # Keys and values in a ring.
     ring = {"context_parallel": "ring"}
     dense("ring cp", cp=2, **ring)
@@ -412,6 +431,7 @@ QUICK = (
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
     "fsdp × tp, regathered",
+    *("NNG: fsdp, kept gathered, reduced once", "IIG: hsdp × tp, moments over all"),
     *("moe fsdp × ep", "moe ep over tp", "tp × ring cp", "moe ep 4 over two levels, deduplicated"),
     *("muon hsdp", "muon fsdp × tp"),
     "mtp tp × 1f1b",

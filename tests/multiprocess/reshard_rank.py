@@ -29,8 +29,9 @@ SAVED = 2
 
 def _plan(**settings: Any) -> Plan:
     pipeline = PipelineConfig(schedule=settings.pop("schedule", "1f1b"), stages_per_rank=settings.pop("per_rank", 1))
-    microbatches = 2 if settings.get("pp", 1) > 1 else 1
-    return Plan(degrees=Degrees(**settings), pipeline=pipeline, microbatches=microbatches)
+    microbatches, over = 2 if settings.get("pp", 1) > 1 else 1, settings.pop("over", False)
+    degrees = Degrees(**settings)
+    return Plan(degrees=degrees, pipeline=pipeline, microbatches=microbatches, shard_optimizer_over_replicas=over)
 
 
 DENSE = {
@@ -40,6 +41,8 @@ DENSE = {
     "pp 2": _plan(pp=2),
     "cp 2": _plan(cp=2),
     "hsdp 2 × 2": _plan(replicate=2, shard=2),
+    "hsdp 2 × 2, moments over all": _plan(replicate=2, shard=2, over=True),
+    "hsdp 2 × 2 × tp 2, moments over all": _plan(replicate=2, shard=2, tp=2, over=True),
     "fsdp 2 × tp 2": _plan(shard=2, tp=2),
     "pp 2 × fsdp 2": _plan(pp=2, shard=2),
     "fsdp 8": _plan(shard=8),
@@ -53,6 +56,7 @@ EXPERTS = {
     "pp 2": _plan(pp=2),
     "fsdp 4 × ep 4": _plan(shard=4, ep=4),
     "hsdp 2 × 2 × ep 2": _plan(replicate=2, shard=2, ep=2),
+    "hsdp 2 × 2 × ep 2, moments over all": _plan(replicate=2, shard=2, ep=2, over=True),
     "pp 2 × fsdp 2 × ep 2": _plan(pp=2, shard=2, ep=2),
     "fsdp 8 × ep 4": _plan(shard=8, ep=4),
     "fsdp 4 × tp 2 × ep 2": _plan(shard=4, tp=2, ep=2),
@@ -68,7 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tiny-moe by Muon, averaged": {"optimizer": "muon", "ema": 0.5},
 }
 QUICK = {
-    "tiny-llama": ("one", "tp 2", "hsdp 2 × 2", "pp 2 × fsdp 2"),
+    "tiny-llama": ("one", "tp 2", "hsdp 2 × 2, moments over all", "pp 2 × fsdp 2"),
     "tiny-moe": ("one", "ep 2", "fsdp 4 × ep 4", "pp 2 × fsdp 2 × ep 2"),
     "tiny-moe by Muon, averaged": ("fsdp 2 × tp 2", "hsdp 2 × 2 × ep 2"),
 }

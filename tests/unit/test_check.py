@@ -22,6 +22,7 @@ from danlu.spec.rank_placement import PlacementError
 from danlu.spec.toml import read
 
 NOT_ONE_SETTING = {
+    "gradients-of-one-microbatch",
     "batch-too-small-for-pipeline",
     "cache-without-store",
     "decay-ignored",

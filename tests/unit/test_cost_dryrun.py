@@ -52,6 +52,19 @@ DENSE = {
         plan(pp=2, shard=2, tp=2, microbatches=4, recompute=RecomputeLayers(full="2-5"), regather_inputs=True),
         8,
     ),
+    "fsdp, reduced once": (plan(shard=8, microbatches=4, reduce_gradients="step"), 32),
+    "fsdp × tp, kept, reduced once": (
+        plan(shard=4, tp=2, microbatches=4, reduce_gradients="step", reshard_after_forward=False),
+        32,
+    ),
+    "hsdp, accumulated, moments over all": (
+        plan(replicate=4, shard=2, microbatches=2, shard_optimizer_over_replicas=True),
+        32,
+    ),
+    "hsdp × tp, reduced once, moments over all": (
+        plan(replicate=2, shard=2, tp=2, microbatches=2, reduce_gradients="step", shard_optimizer_over_replicas=True),
+        32,
+    ),
     "hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
     "hsdp × cp, selective": (plan(replicate=2, shard=4, cp=2, recompute="selective"), 8),
     "hsdp × ring cp": (plan(replicate=2, shard=4, cp=2, context_parallel="ring"), 8),
@@ -238,7 +251,12 @@ def test_flops_and_traffic_are_those_of_the_dry_run(name: str) -> None:
             assert size == pytest.approx(sent[axis], rel=0.02 if few else 0.1), (place, axis)
 
 
-PARTS = {"tp": ("tensor", "head"), "cp": ("context",), "ep": ("expert",), "shard·replicate": ("gather", "gradients")}
+PARTS = {
+    "tp": ("tensor", "head"),
+    "cp": ("context",),
+    "ep": ("expert",),
+    "shard·replicate": ("gather", "gradients", "parameters"),
+}
 """Parts of a step's time that are the traffic of an axis; shards and replicas of gradients are priced together."""
 AXIS = {"shard": "shard·replicate", "replicate": "shard·replicate"}
 

@@ -4,7 +4,7 @@ from danlu.cost.context import CostContext
 from danlu.cost.layer_time import LayerTime, LocalShape
 from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.parallel_layout import ParallelLayout
-from danlu.cost.software import HSDP, ZERO_3
+from danlu.cost.software import HSDP, HSDP_ZERO_1, ZERO_3
 from danlu.cost.stage_contents import LayerKind, RankParameters, StageContents, rank_parameters, stage_contents
 from danlu.ops import attention, mtp
 from danlu.ops.layer_shard import LayerShard
@@ -17,10 +17,12 @@ class LayoutShapes:
         self.context, self.layout, self._cache = context, layout, cache
         self.shape, self.software = context.shape, context.software
         self.overheads, self.network, self.device = context.overheads, context.network, context.device
-        self.sharding = self.software.sharding or (HSDP if layout.replicate > 1 else ZERO_3)
+        groups = HSDP_ZERO_1 if layout.optimizer_over_replicas else HSDP
+        self.sharding = self.software.sharding or (groups if layout.replicate > 1 else ZERO_3)
         self.groups = cache.groups(context, layout)
         splits = self.sharding.gradients != "none" and self.software.reduce_every_microbatch
-        self.defers_reduce = splits and self.software.defer_reduce_in_pipeline and layout.pp > 1
+        in_pipeline = self.software.defer_reduce_in_pipeline and layout.pp > 1
+        self.defers_reduce = splits and (in_pipeline or layout.reduces_once_per_step)
         self.reduces_every_microbatch = splits and not self.defers_reduce
         self.shard = LayerShard(
             model=self.shape,

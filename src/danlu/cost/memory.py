@@ -24,6 +24,8 @@ COMMUNICATOR_BYTES = 0.4e9
 FRAGMENTATION = 1.06
 """Reserved over allocated memory at the peak: blocks that no request fits into."""
 
+MASTER_BYTES = 4
+"""Bytes of a parameter as the optimizer updates it, in fp32."""
 EMA_BYTES = 4
 """Bytes of a parameter's average, in fp32."""
 
@@ -93,6 +95,10 @@ def state_bytes(
         parameters = 0.0
     gradients = split(software.gradient_bytes, "none" if unsharded else sharding.gradients)
     optimizer = split(software.optimizer_bytes + (EMA_BYTES if software.ema else 0), sharding.optimizer)
+    if not software.keep_half_parameters and sharding.optimizer != sharding.parameters:
+        # The fp32 copy is the parameters themselves, and the average is sharded like them.
+        own = MASTER_BYTES + (EMA_BYTES if software.ema else 0)
+        optimizer += split(own, sharding.parameters) - split(own, sharding.optimizer)
     if software.gradient_bytes == 2:
         optimizer += split(4, sharding.optimizer)  # the update needs them in fp32
     elif software.unfused_grad_accumulation:

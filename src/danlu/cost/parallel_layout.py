@@ -27,6 +27,9 @@ class ParallelLayout(NamedTuple):
     stages_per_rank: int = 1
     stage_layers: tuple[int, ...] = ()
     reshard_after_forward: bool = False
+    reduces_once_per_step: bool = False
+    """Whether gradients are kept whole until the last microbatch; also if the software knows nothing else."""
+    optimizer_over_replicas: bool = False
     ring: bool = False
     """Whether `cp` is a ring; also if the software knows nothing else."""
     group_shapes: tuple[tuple[str, GroupShape], ...] = ()
@@ -65,6 +68,8 @@ def layout_from_plan(plan: Plan, cluster: Cluster) -> ParallelLayout:
         stages_per_rank=plan.pipeline.stages_per_rank if looped else 1,
         stage_layers=tuple(plan.pipeline.layers),
         reshard_after_forward=plan.resolved_reshard_after_forward,
+        reduces_once_per_step=plan.reduce_gradients == "step",
+        optimizer_over_replicas=plan.shard_optimizer_over_replicas,
         ring=plan.context_parallel == "ring",
         group_shapes=spans,
     )

@@ -7,6 +7,7 @@ matmuls and of the causal half of attention.
 from dataclasses import dataclass
 
 from danlu.cost.layout_shapes import LayoutShapes
+from danlu.cost.memory import MASTER_BYTES
 from danlu.cost.muon import muon_work
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
 from danlu.cost.stage_contents import LayerKind, StageContents
@@ -139,11 +140,13 @@ class RankCounter(LayoutShapes):
         return total
 
     def _replicate(self, contents: StageContents) -> float:
-        """Gradients of one group's shards, all-reduced once per step."""
+        """Gradients of one group's shards, all-reduced once per step, and parameters that replicas updated in parts."""
         if self.layout.replicate == 1:
             return 0.0
         mine = self.rank_parameters(contents)
-        each = self.software.gradient_bytes
+        each = float(self.software.gradient_bytes)
+        if self.layout.optimizer_over_replicas:
+            each += MASTER_BYTES / self.layout.replicate
         return each * (mine.dense / self.groups.dense.per_group + mine.experts / self.groups.experts.per_group)
 
     def _pipeline(self, rank: int) -> float:

@@ -36,6 +36,7 @@ ZERO_1 = Sharding("none", "none", "all")
 ZERO_2 = Sharding("none", "all", "all")
 ZERO_3 = Sharding("all", "all", "all")
 HSDP = Sharding("group", "group", "group")
+HSDP_ZERO_1 = Sharding("group", "group", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,8 @@ class Software:
     """Bytes of buffers that gradients and parameters are sent in."""
     reduce_every_microbatch: bool = True
     """With sharded gradients or parameters, reduce after every microbatch, as FSDP does; Megatron: once per step."""
+    reduce_replicas_once: bool = False
+    """With gradients that are sharded within groups, sum those of the groups once per step, not every microbatch."""
     keep_gathered_inputs: bool = False
     """Keep what tensor parallelism gathered for a matmul, instead of gathering it again in the backward pass."""
     expose_regather: bool = False
@@ -168,6 +171,7 @@ class Software:
 
 DANLU = Software(
     keep_half_parameters=False,
+    reduce_replicas_once=True,
     ulysses=True,
     ring_gradient_bytes=4,
     keep_gathered_inputs=True,

@@ -23,7 +23,7 @@ from danlu.cost.embedding_head import embedding_head_time
 from danlu.cost.layer_time import PassTime
 from danlu.cost.layout_cache import LayoutCache
 from danlu.cost.layout_shapes import LayoutShapes
-from danlu.cost.memory import EMA_BYTES, MemoryEstimate
+from danlu.cost.memory import EMA_BYTES, MASTER_BYTES, MemoryEstimate
 from danlu.cost.muon import muon_time, muon_work
 from danlu.cost.operator_time import elementwise_time
 from danlu.cost.overlap import exposed_time
@@ -220,7 +220,8 @@ class _StepEstimator(LayoutShapes):
                 scatter += pieces * reduce_scatter_time(self.network, span, gradients)
                 if self.sharding.gradients == "group":
                     part = gradients / prod(span)
-                    scatter += pieces * all_reduce_time(self.network, self.groups.replicate, part)
+                    often = 1 / self.layout.microbatches if self.software.reduce_replicas_once else 1.0
+                    scatter += often * pieces * all_reduce_time(self.network, self.groups.replicate, part)
         # Gathers and reductions copy through buffers; a measured `unit` is two gathers and a reduction.
         units = self._fsdp_unit_overhead(mine, contents) / 3
         gather += units
@@ -232,7 +233,7 @@ class _StepEstimator(LayoutShapes):
             table = table_parameters(self.shape) / layout.tp / (mine.dense + mine.experts) if contents.has_head else 0.0
             again = table * table_gathers(contents.mtp) / 2
             return gather * (1 + again), gather * (1 - table + again) + scatter
-        if layout.microbatches > 1 and layout.pp > 1:
+        if layout.microbatches > 1 and (layout.pp > 1 or self.defers_reduce):
             often = gathers_per_stage(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
             gather *= min(1.0, often / layout.microbatches)
         return gather, scatter
@@ -274,7 +275,7 @@ class _StepEstimator(LayoutShapes):
     def _optimizer_phase(self, contents: StageContents, stage: StageTime) -> dict[str, float]:
         """After the last microbatch: gradients between replicas, the optimizer, parameters back to replicas."""
         mine, software = self.rank_parameters(contents), self.software
-        reduce = gather = 0.0
+        reduce = gather = update = 0.0
         updated = 0.0
         for count, dense in ((mine.dense, True), (mine.experts, False)):
             if not count:
@@ -294,6 +295,9 @@ class _StepEstimator(LayoutShapes):
                     reduce += reduce_scatter_time(self.network, every, gradients)
             if over.parameters == "none" and over.optimizer != "none":
                 gather += all_gather_time(self.network, every, parameters)
+            elif over.parameters == "group" and over.optimizer == "all":  # of what the optimizer updates, in fp32
+                shard = count * MASTER_BYTES / replicas.per_group
+                update += all_gather_time(self.network, self.groups.replicate, shard)
             updated += count / replicas.shards(over.optimizer)
         optimizer = (
             updated
@@ -316,7 +320,7 @@ class _StepEstimator(LayoutShapes):
             if self.shape.mtp:  # the values there and the gradient back, of a rank's shard
                 table *= 2 / self.groups.dense.shards(self.sharding.optimizer)
             tied = p2p_time(self.network, outermost_level(self.groups.pp), table)
-        phase = {"gradients": reduce + tied, "parameters": gather, "optimizer": optimizer}
+        phase = {"gradients": reduce + tied, "parameters": gather + update, "optimizer": optimizer}
         if software.muon:
             work = muon_work(software.muon, contents, self.layout, self.groups)
             phase["orthogonalization"], phase["exchange"] = muon_time(self.context, work, self.groups)

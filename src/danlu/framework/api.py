@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from danlu.chips.registry import find_chip
 from danlu.comm.mesh import ParallelMesh, build_mesh
+from danlu.comm.rank_layout import level_blocks
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.build import apply_parallelism
@@ -79,7 +80,7 @@ def parallelize(
     `tp`, `example` is an input on which the sharded module is compared with the unsharded one.
     """
     _check_axes(plan)
-    world = _join_world()
+    world = _join_world(cluster)
     if plan.degrees.world != world.size:
         raise CustomModelError(
             "degrees",
@@ -203,7 +204,7 @@ class Checkpointer:
         return int(scalars["step"])
 
 
-def _join_world() -> World:
+def _join_world(cluster: Cluster | None = None) -> World:
     """The world that torchrun started, joined if it is not yet; a world of one without torchrun."""
     chip = find_chip()
     device = chip.runtime.set_device(dist.get_node_local_rank(fallback_rank=0))
@@ -214,7 +215,7 @@ def _join_world() -> World:
         else:
             _print_stderr("one rank; start with torchrun for more")
             World.join(RankInfo(), backend, rendezvous(RankInfo()), device)
-    return World.adopt(device)
+    return World.adopt(device, blocks=level_blocks(level.fanout for level in cluster.levels) if cluster else ())
 
 
 def _check_axes(plan: Plan) -> None:
@@ -232,6 +233,12 @@ def _check_axes(plan: Plan) -> None:
     if plan.microbatches > 1:
         message = f"is {plan.microbatches}, but your loop takes the microbatches, and nothing here would read it"
         raise CustomModelError("microbatches", message, "call backward once a microbatch, and leave it out of the plan")
+    if plan.reduce_gradients is not None:
+        message = f'is "{plan.reduce_gradients}", but your loop calls backward, and nothing here would read it'
+        raise CustomModelError("reduce_gradients", message, "call the module's set_requires_gradient_sync yourself")
+    if plan.shard_optimizer_over_replicas:
+        message = "is true, but the optimizer is yours, and nothing here would shard its states"
+        raise CustomModelError("shard_optimizer_over_replicas", message, "leave it out, or train with a recipe")
 
 
 def _check_same(model: nn.Module, world: World) -> None:

@@ -76,7 +76,7 @@ def build_train_state(
     blocks += [each.project for module in modules for each in module.modules() if isinstance(each, MtpModule)]
     state = TrainState(
         modules,
-        build_optimizer(modules, recipe.optimizer, blocks),
+        build_optimizer(modules, recipe.optimizer, blocks, over_replicas=plan.shard_optimizer_over_replicas),
         recipe.seed,
         layer_seeds=adapter.layer_seeds,
         guard=StepGuard(recipe.spikes),
@@ -112,7 +112,7 @@ def _main_passes(
 ) -> ForwardBackward:
     """The same, as far as the main loss needs it."""
     if plan.degrees.pp == 1:
-        return GradientAccumulation(modules[0], loss, microbatches)
+        return GradientAccumulation(modules[0], loss, microbatches, plan)
     group, stages = mesh.group("pp"), plan.stages_of_rank(mesh.coordinate("pp"))
     assert group is not None
     plan = plan.model_copy(update={"microbatches": microbatches})

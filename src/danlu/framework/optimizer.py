@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import cos, pi, sqrt
 from typing import Any
 
@@ -14,6 +15,7 @@ from danlu.framework.decoder.moe import Experts
 from danlu.framework.muon import Muon
 from danlu.framework.owned_parameters import owned_parameters
 from danlu.framework.precision import DTYPES
+from danlu.parallel.replica_shards import ReplicaShards
 from danlu.spec.parameters import ParameterSettings, parameter_settings
 from danlu.spec.recipe import DecayShape, LRSchedule, OptimizerConfig, OptimizerKind
 
@@ -21,7 +23,7 @@ from danlu.spec.recipe import DecayShape, LRSchedule, OptimizerConfig, Optimizer
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for some parameters and AdamW for the others, as one optimizer: its groups and states are those of both."""
 
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW | None) -> None:
+    def __init__(self, muon: Muon, adamw: torch.optim.Optimizer | None) -> None:
         self.parts: list[torch.optim.Optimizer] = [muon, *([adamw] if adamw else [])]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.state = defaultdict(dict)
@@ -36,21 +38,58 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
+class OptimizerOverReplicas(torch.optim.Optimizer):
+    """Another optimizer whose states are sharded over replicas, as one of the parameters themselves."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ) -> None:
+        super().__init__(groups, {})
+        self._shards = ReplicaShards(each for group in self.param_groups for each in group["params"])
+        owned = self._shards.owned
+        self._inner = build([group | {"params": [owned[each] for each in group["params"]]} for group in groups])
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group["lr"] = inner["lr"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Move this rank's rows, and bring those that the other replicas moved."""
+        assert closure is None, "the loss is computed by the caller"
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner["lr"] = group["lr"]
+        self._shards.take_gradients()
+        self._inner.step()
+        self._shards.gather()
+        for parameter, owned in self._shards.owned.items():
+            if owned in self._inner.state:
+                self.state[parameter] = self._inner.state[owned]
+
+
 def build_optimizer(
-    stage_modules: Iterable[nn.Module], config: OptimizerConfig, blocks: Iterable[nn.Module] = ()
+    stage_modules: Iterable[nn.Module],
+    config: OptimizerConfig,
+    blocks: Iterable[nn.Module] = (),
+    *,
+    over_replicas: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the parameters of this rank; `blocks` are the layers, whose matrices may be Muon's."""
+    """The optimizer over the parameters of this rank; `blocks` are the layers, whose matrices may be Muon's.
+
+    `over_replicas` shards its states over replicas too, which Muon's cannot be.
+    """
     matrices = set(hidden_matrices(blocks)) if config.kind == "muon" else set()
     groups = param_groups(stage_modules, config, matrices)
-    adamw = None
+    adamw: torch.optim.Optimizer | None = None
     if groups["adamw"] or not groups["muon"]:
-        adamw = torch.optim.AdamW(
-            groups["adamw"],
+        build = partial(
+            torch.optim.AdamW,
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
             fused=True,
         )
+        adamw = OptimizerOverReplicas(groups["adamw"], build) if over_replicas else build(groups["adamw"])
     if not groups["muon"]:
         assert adamw is not None
         return adamw

@@ -9,6 +9,7 @@ from typing import Self
 from danlu.comm.world import World
 from danlu.framework.replica_vote import ReplicaVote
 from danlu.framework.state import TrainState
+from danlu.parallel.replica_shards import is_sharded_over_replicas
 from danlu.spec.resilience import ResilienceConfig
 from danlu.storage.checkpoint.memory_snapshots import SLOTS, RankSnapshots
 from danlu.storage.checkpoint.peer_snapshots import PeerSnapshots
@@ -81,8 +82,9 @@ class StateSnapshots:
             return
         self._snapshots.take(state.tensors(), state.scalars())
         if self._vote is not None:
-            buffers = state.model_tensors().keys() - {f"model.{name}" for name, _ in state.named_parameters()}
-            if wrong := self._vote.check(self._snapshots.checksum(besides=buffers) ^ self._gradients, state.step):
+            unlike = state.model_tensors().keys() - {f"model.{name}" for name, _ in state.named_parameters()}
+            unlike |= {name for name, tensor in state.tensors().items() if is_sharded_over_replicas(tensor)}
+            if wrong := self._vote.check(self._snapshots.checksum(besides=unlike) ^ self._gradients, state.step):
                 self._snapshots.drop_newest()  # what all ranks go back to is the one before, which was voted for
                 raise RuntimeError(wrong)  # none of Danlu's own errors: a run that meets one of those ends
         if self._peers is not None and self._sends and (not self._sent or state.step % self._config.peers == 0):

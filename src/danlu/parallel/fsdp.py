@@ -79,6 +79,16 @@ def set_replica_all_reduce(stage_module: nn.Module, wanted: bool) -> None:
         stage_module.set_requires_all_reduce(wanted)
 
 
+def defer_reduction(stage_module: nn.Module, deferred: bool, keep_gathered: bool) -> None:
+    """Set whether the next backward pass leaves gradients unsharded, to be reduced with a later one's.
+
+    With `keep_gathered`, parameters stay gathered for the microbatch after it, too.
+    """
+    if isinstance(stage_module, FSDPModule):
+        stage_module.set_requires_gradient_sync(not deferred)
+        stage_module.set_reshard_after_backward(not (deferred and keep_gathered))
+
+
 def reshard_all(stage_module: nn.Module) -> None:
     """Free parameters that a forward without a backward left gathered: else the next step would not gather again."""
     for module in stage_module.modules():

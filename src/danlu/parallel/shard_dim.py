@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from danlu.torch_compat import StridedShard, concatenate_meshes, patched_fully_shard, root_mesh
 
@@ -76,13 +76,13 @@ def local_shard_offset(parameter: DTensor) -> tuple[int, ...]:
     """Offset of this rank's shard in the global parameter, by the arithmetic of `torch.chunk`.
 
     Where two axes shard one dim, PyTorch 2.13 finds it by chunking an index for all ranks: a second per parameter at
-    100,000 ranks. The axis that sharded last has a strided placement, whatever its position.
+    100,000 ranks. Axes that sharded later have strided placements, whatever their positions.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank holds parameters of its own meshes alone"
     offset, size = [0] * parameter.ndim, list(parameter.shape)
-    for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(placements[axis], StridedShard)):
+    for axis in sorted(range(mesh.ndim), key=lambda axis: _split_factor(placements[axis])):
         placement = placements[axis]
         if isinstance(placement, Shard | StridedShard):
             piece = -(-size[placement.dim] // mesh.size(axis))
@@ -90,3 +90,8 @@ def local_shard_offset(parameter: DTensor) -> tuple[int, ...]:
             offset[placement.dim] += start
             size[placement.dim] = min(piece, size[placement.dim] - start)
     return tuple(offset)
+
+
+def _split_factor(placement: Placement) -> int:
+    """Shards that a dim had before an axis sharded it."""
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1

@@ -49,6 +49,8 @@ def _degrees(plan: Plan) -> str:
         "compile": "every block" if plan.compile else "no",
         "inputs gathered by tp": "gathered again" if plan.regather_inputs else "kept",
         "parameters after forward": "freed (ZeRO-3)" if plan.resolved_reshard_after_forward else "kept (ZeRO-2)",
+        "gradients reduced": "once per step" if plan.reduces_once_per_step else "after every microbatch",
+        "optimizer's moments": "sharded over replicas too" if plan.shard_optimizer_over_replicas else "as parameters",
     }
     return (
         '<table><tr><th>axis</th><th class="number">ranks</th><th></th></tr>' + "".join(rows) + "</table>"

@@ -151,6 +151,19 @@ class Plan(SpecModel):
 
     If omitted: free them, except in a pipeline, where every microbatch would gather them again.
     """
+    reduce_gradients: Literal["microbatch", "step"] | None = None
+    """When gradients are reduced over the ranks that parameters are sharded over.
+
+    After every `microbatch`, so that only shards of them are kept. Or once per `step`: a rank keeps whole gradients in
+    between, and sends as much less as there are microbatches; with `reshard_after_forward = false` parameters are
+    gathered once per step, too (ZeRO-1). If omitted: after every microbatch, but in a pipeline once per step.
+    """
+    shard_optimizer_over_replicas: bool = False
+    """Shard the optimizer's moments over the ranks of `degrees.replicate` too, which gather what each has updated.
+
+    Parameters and gradients stay within their group of `degrees.shard` ranks; of moments a rank keeps what it would if
+    all ranks were one group.
+    """
     regather_inputs: bool = False
     """Free what `tp` gathered for a layer's matrices after the forward pass, and gather it again in the backward pass.
 
@@ -164,6 +177,11 @@ class Plan(SpecModel):
     def resolved_reshard_after_forward(self) -> bool:
         """Whether gathered parameters are freed after the forward pass, with the default filled in."""
         return self.degrees.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def reduces_once_per_step(self) -> bool:
+        """Whether gradients are kept whole until the last microbatch, with the default filled in."""
+        return self.degrees.pp > 1 if self.reduce_gradients is None else self.reduce_gradients == "step"
 
     def recompute_modes(self, layers: int) -> tuple[RecomputeMode, ...]:
         """The recompute mode of every layer."""

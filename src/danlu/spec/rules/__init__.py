@@ -18,14 +18,22 @@ from danlu.spec.rules.recipe import DECODER_SETTING_RULES, SETTING_RULES, precis
 from danlu.spec.rules.regather import CUSTOM_REGATHER_RULES, DECODER_REGATHER_RULES, REGATHER_RULES
 from danlu.spec.rules.shape import SHAPE_RULES
 from danlu.spec.rules.spikes import SPIKE_RULES
+from danlu.spec.rules.state_sharding import STATE_SHARDING_LAYOUT_RULES, STATE_SHARDING_RULES
 
 RECIPE_RULES = (*SETTING_RULES, *RAMP_RULES, *OPTIMIZER_RULES, *DATA_RULES, *SPIKE_RULES, *MATMUL_RULES)
 """Rules inside a recipe."""
 DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, *DECODER_MATMUL_RULES, group_patterns_match)
 """The same, where the model is described by its shape."""
-PLAN_RULES = (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES, *EXPERT_DISPATCH_RULES, *MAPPING_RULES)
+PLAN_RULES = (
+    *STAGE_RULES,
+    *REGATHER_RULES,
+    *STATE_SHARDING_RULES,
+    *CONTEXT_RULES,
+    *EXPERT_DISPATCH_RULES,
+    *MAPPING_RULES,
+)
 """Rules inside a plan."""
-LAYOUT_RULES = (*BATCH_RULES, *MATMUL_LAYOUT_RULES)
+LAYOUT_RULES = (*BATCH_RULES, *MATMUL_LAYOUT_RULES, *STATE_SHARDING_LAYOUT_RULES)
 """Rules between a recipe and a plan."""
 DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *DECODER_REGATHER_RULES, *DECODER_MATMUL_LAYOUT_RULES)
 """The same, where the model is described by its shape."""
