@@ -50,6 +50,8 @@ LARGE, SMALL = 16 << 20, 64 << 10
 BAR = 0.9
 MOST_SECONDS = 12.0
 """Sizes whose bound is longer are left out."""
+MOST_BYTES = 2 << 30
+"""And those whose tensors of all ranks together are larger: several results of each are held at once."""
 PATIENCE = 3000.0
 
 FLAT, BY_HOST, BY_LEVEL, OPEN_MPI = "gloo", "by host", "by level", "Open MPI"
@@ -262,13 +264,15 @@ def measure_all(
         for size in QUICK_SIZES if asked.quick else SIZES:
             least = trunk_bytes(operation, size, asked.world)
             bound = least / bytes_per_second(asked.trunk)
-            if bound > MOST_SECONDS:
+            if bound > MOST_SECONDS or size * asked.world > MOST_BYTES:
                 continue
             torch.manual_seed(rank)
             tensor = torch.randint(0, 4, (size // 4,)).float()
-            results = [method(tensor) for method in methods.values()]  # warms up, too
-            if any(not torch.equal(result, results[0]) for result in results):
+            expected, *others = methods.values()
+            result = expected(tensor)  # warms up, too
+            if any(not torch.equal(other(tensor), result) for other in others):
                 raise RuntimeError(f"{operation} of {size} bytes: methods differ")
+            del result
             seconds: dict[str, list[float]] = {name: [] for name in methods}
             counted: dict[str, list[int]] = {name: [] for name in methods}
             for turn in range(max(2, min(15, round(3.0 / max(bound, 0.01))))):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.version import __version__
 
 if TYPE_CHECKING:
+    from danlu.comm.mpi_group import join_mpi
     from danlu.dryrun.api import dryrun
     from danlu.framework.api import Checkpointer, Guard, StepSampler, get_mesh, parallelize, plan, shard_batch
     from danlu.runs.train import TrainError, TrainResult, train
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "dryrun",
     "get_mesh",
+    "join_mpi",
     "parallelize",
     "plan",
     "shard_batch",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _MODULES = dict.fromkeys(("TrainError", "TrainResult", "train"), "danlu.runs.train")
+_MODULES["join_mpi"] = "danlu.comm.mpi_group"
 _RENAMED = {"DataOrder": "StepSampler", "mesh_of": "get_mesh", "share": "shard_batch"}
 
 

@@ -168,6 +168,7 @@ QUANTIZED = {
 """Inputs of matmuls are kept in fp8."""
 LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS | QUANTIZED | MTP
 QUICK = {
+    "hsdp × tp, reduced once, moments over all",
     "hsdp × ring cp 4, selective",
     "documents: fsdp × cp × tp, recomputed",
     "zbv × tp, regathered",

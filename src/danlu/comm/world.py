@@ -4,7 +4,7 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from math import prod
@@ -23,6 +23,7 @@ from danlu.comm.level_collectives import LevelCollectives
 from danlu.comm.level_groups import Level, LevelGroups, neighbors
 from danlu.comm.own_collectives import (
     REDUCE_OPS,
+    OwnCollectives,
     Reduction,
     answer_calls,
     close_own_collectives,
@@ -43,6 +44,10 @@ _OVER_SOCKETS = ("gloo",)
 _MOST_MEMBERS = 256
 """The hosts of larger groups are not asked for: every rank would ask for every other."""
 _SLOW = "collectives of {} ranks on this host go over sockets, which takes several times as long"
+
+
+MakeCollectives = Callable[[Sequence[int]], OwnCollectives]
+"""Makes the collectives of some ranks, which all of them call together."""
 
 
 class JoinCanceledError(RuntimeError):
@@ -70,6 +75,8 @@ class World:
     """Sockets that this process had before it joined: not the world's."""
     shares_memory: bool = False
     """Whether groups of ranks on one host communicate through its memory."""
+    answer: MakeCollectives | None = field(default=None, compare=False)
+    """What makes the collectives of groups, of their ranks; else they are the library's, or ours on CPUs."""
     blocks: tuple[int, ...] = ()
     """Ranks under one switch of each level of the network between the host and the whole, innermost first."""
     fallbacks: list[str] = field(default_factory=list, compare=False)
@@ -88,12 +95,14 @@ class World:
         canceled: Callable[[], bool] | None = None,
         shares_memory: bool = True,
         blocks: Sequence[int] = (),
+        answer: MakeCollectives | None = None,
     ) -> Self:
         """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined.
 
         With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
         waited for may die meanwhile. On CPUs, groups whose ranks are all on one host communicate through its memory,
-        and others inside each host and each of the `blocks` first, unless `shares_memory` is false.
+        and others inside each host and each of the `blocks` first, unless `shares_memory` is false or `answer` makes
+        the collectives of groups.
         """
         whole, store = store, PrefixStore(f"generation-{generation}", store)
         size, earlier = rank_info.world_size, frozenset(own_sockets().values())
@@ -101,8 +110,10 @@ class World:
             _wait_for_all(store, size, generation, canceled)
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
         place = (rank_info.rank, size, rank_info.local_rank, device, generation, timeout)
-        world = cls(*place, store, whole, earlier, shares_memory and backend in _OVER_SOCKETS, tuple(blocks))
+        shares_memory = shares_memory and backend in _OVER_SOCKETS
+        world = cls(*place, store, whole, earlier, shares_memory, answer, tuple(blocks))
         world._find_host()
+        _joined[dist.group.WORLD] = world
         return world
 
     @classmethod
@@ -119,6 +130,9 @@ class World:
         """
         if not dist.is_initialized():
             return cls(device=device)
+        joined = _joined.get(dist.group.WORLD)
+        if isinstance(joined, cls):
+            return replace(joined, device=device, blocks=tuple(blocks) or joined.blocks)
         place = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
         shares_memory = shares_memory and dist.get_backend() in _OVER_SOCKETS
         world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory, blocks=tuple(blocks))
@@ -132,6 +146,7 @@ class World:
         find the closed groups there, so those caches are cleared too.
         """
         close_own_collectives()
+        _joined.clear()
         dist.destroy_process_group()
         torch_compat.clear_dtensor_caches()
 
@@ -233,6 +248,10 @@ class World:
     def _take_over(self, group: ProcessGroup) -> None:
         """Have collectives of ours answer for a group: inside a host through its memory, between hosts by level."""
         members = ranks_of(group)
+        if self.answer is not None:
+            if len(members) > 1 and not is_answered(group):
+                answer_calls(group, self.answer(members))
+            return
         if not self.shares_memory or self.store is None or not 1 < len(members) <= _MOST_MEMBERS or is_answered(group):
             return
         hosts = [self.store.get(f"host-{member}") for member in members]
@@ -264,6 +283,10 @@ class World:
         if ranks is None:
             return DeviceMesh.from_group(real[0], self.device.type)
         return DeviceMesh.from_group(real, self.device.type, ranks, mesh_dim_names=names)
+
+
+_joined: dict[ProcessGroup | None, World] = {}
+"""The world that this process joined, by torch's group of all its ranks."""
 
 
 def _wait_for_all(store: Store, size: int, generation: int, canceled: Callable[[], bool]) -> None:

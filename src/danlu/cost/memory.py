@@ -91,11 +91,12 @@ def state_bytes(
         return bytes_each * (held.dense / dense.shards(over) + held.experts / experts.shards(over))
 
     parameters = split(software.parameter_bytes, sharding.parameters)
-    if sharding.parameters != "none" and not software.keep_half_parameters:
+    is_master = sharding.parameters != "none" and not software.keep_half_parameters
+    if is_master:
         parameters = 0.0
     gradients = split(software.gradient_bytes, "none" if unsharded else sharding.gradients)
     optimizer = split(software.optimizer_bytes + (EMA_BYTES if software.ema else 0), sharding.optimizer)
-    if not software.keep_half_parameters and sharding.optimizer != sharding.parameters:
+    if is_master and sharding.optimizer != sharding.parameters:
         # The fp32 copy is the parameters themselves, and the average is sharded like them.
         own = MASTER_BYTES + (EMA_BYTES if software.ema else 0)
         optimizer += split(own, sharding.parameters) - split(own, sharding.optimizer)

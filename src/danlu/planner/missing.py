@@ -10,6 +10,7 @@ from typing import Any
 
 from danlu.cost.step_prediction import StepPrediction
 from danlu.planner.pricing import PlanPricer, PricedPlan
+from danlu.planner.search_space import DataKnobs
 from danlu.spec.divisors import divisors
 from danlu.spec.plan import SPLIT_BACKWARD_SCHEDULES
 
@@ -53,6 +54,10 @@ class _Variation:
 
     def predict(self, dtype: str = "", **traits: Any) -> StepPrediction:
         return self.pricer.predict_with_traits(self.priced.candidate, self.priced.placement, dtype, **traits)
+
+    def predict_data(self, data: DataKnobs) -> StepPrediction:
+        candidate = self.priced.candidate._replace(data=data)
+        return self.pricer.predict_with_traits(candidate, self.priced.placement, "")
 
     def gain_of(self, name: str, reason: str, prediction: StepPrediction) -> MissingFeature:
         seconds = self.priced.seconds - prediction.seconds
@@ -151,6 +156,27 @@ def _async_tp(now: _Variation) -> Iterator[MissingFeature]:
         )
 
 
+def _state_sharding(now: _Variation) -> Iterator[MissingFeature]:
+    layout = now.priced.candidate
+    if layout.shape.pp == 1 < layout.shape.microbatches and now.data.shard > 1 and not now.data.reduces_once_per_step:
+        yield now.gain_of(
+            "gradients reduced once per step",
+            'the runtime has it, but it is not searched: reduce_gradients = "step" in the plan keeps whole gradients '
+            "until the last microbatch",
+            now.predict_data(now.data._replace(reduces_once_per_step=True)),
+        )
+    if (
+        now.data.replicate > 1
+        and not now.data.optimizer_over_replicas
+        and not now.priced.request.recipe.optimizer.has_muon
+    ):
+        yield now.gain_of(
+            "moments sharded over replicas",
+            "the runtime has it, but it is not searched: shard_optimizer_over_replicas = true in the plan",
+            now.predict_data(now.data._replace(optimizer_over_replicas=True)),
+        )
+
+
 def _offload(now: _Variation) -> Iterator[MissingFeature]:
     yield MissingFeature(
         name="activation offload",
@@ -165,5 +191,6 @@ _FEATURES: tuple[Callable[[_Variation], Iterator[MissingFeature]], ...] = (
     _experts,
     _expert_tp,
     _async_tp,
+    _state_sharding,
     _offload,
 )

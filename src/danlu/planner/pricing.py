@@ -296,6 +296,8 @@ class PlanPricer:
             stages_per_rank=schedule.stages_per_rank,
             stage_layers=schedule.stage_layers,
             reshard_after_forward=data.reshard_after_forward,
+            reduces_once_per_step=data.reduces_once_per_step,
+            optimizer_over_replicas=data.optimizer_over_replicas,
             ring=shape.ring,
             group_shapes=group_shapes,
         )

@@ -76,6 +76,10 @@ class DataKnobs(NamedTuple):
     replicate: int
     shard: int
     reshard_after_forward: bool
+    reduces_once_per_step: bool = False
+    """`reduce_gradients` is "step"; not searched."""
+    optimizer_over_replicas: bool = False
+    """`shard_optimizer_over_replicas`; not searched."""
 
 
 class Candidate(NamedTuple):
@@ -93,7 +97,7 @@ class Candidate(NamedTuple):
 
     def plan(self, mapping: dict[str, dict[str, int]] | None = None) -> Plan:
         """The layout as a plan; defaults are omitted."""
-        shape, schedule = self.shape, self.schedule
+        shape, schedule, data = self.shape, self.schedule, self.data
         usual = shape.pp == 1
         return Plan(
             degrees=self.degrees,
@@ -105,7 +109,9 @@ class Candidate(NamedTuple):
             regather_inputs=schedule.regather_inputs,
             compile=schedule.compile,
             token_dispatcher="deduplicated" if schedule.deduplicated else "alltoall",
-            reshard_after_forward=None if self.data.reshard_after_forward == usual else self.data.reshard_after_forward,
+            reshard_after_forward=None if data.reshard_after_forward == usual else data.reshard_after_forward,
+            reduce_gradients="step" if data.reduces_once_per_step else None,
+            shard_optimizer_over_replicas=data.optimizer_over_replicas,
         )
 
 
@@ -128,7 +134,14 @@ def candidate_from_plan(plan: Plan) -> Candidate:
         plan.compile,
         plan.token_dispatcher == "deduplicated",
     )
-    return Candidate(shape, schedule, DataKnobs(degrees.replicate, degrees.shard, plan.resolved_reshard_after_forward))
+    data = DataKnobs(
+        degrees.replicate,
+        degrees.shard,
+        plan.resolved_reshard_after_forward,
+        plan.reduce_gradients == "step",
+        plan.shard_optimizer_over_replicas,
+    )
+    return Candidate(shape, schedule, data)
 
 
 class SearchSpace:

@@ -31,7 +31,7 @@ def tie_limit(fastest: float, width: float = TIE_WIDTH) -> float:
 
 def axes_in_use(candidate: Candidate) -> int:
     """Parallel axes with more than one rank."""
-    (pp, cp, tp, ep, *_), _, (replicate, shard, _) = candidate
+    (pp, cp, tp, ep, *_), _, (replicate, shard, *_) = candidate
     return sum(degree > 1 for degree in (pp, replicate, shard, cp, tp, ep))
 
 
