@@ -24,7 +24,9 @@ from danlu.storage.checkpoint.engine import open_checkpoint_engine
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 SAVED = 2
-"""Step of the checkpoints; the one after it is compared."""
+"""Step of the checkpoints."""
+COMPARED = SAVED + 2
+"""The loss of the step after a checkpoint does not depend on the optimizer's moments; that of the next one does."""
 
 
 def _plan(**settings: Any) -> Plan:
@@ -124,7 +126,7 @@ def main() -> None:
             checkpoints = open_checkpoint_engine(kept[name], 1, World.adopt(), plan.degrees.model_dump())
             checkpoints.save(SAVED, trained.state.tensors(), trained.state.scalars())
             checkpoints.close()
-            unresumed[f"{model}: {name}"] = trained.until(SAVED + 1)[-1]
+            unresumed[f"{model}: {name}"] = trained.until(COMPARED)[-1]
 
         def load(name: str, model: str = model, made: Recipe = made, kept: dict[str, Path] = kept) -> None:
             trained = Trained(made, LAYOUTS[model][name], rank)
@@ -137,7 +139,7 @@ def main() -> None:
                 assert proof.tensors_verified >= len(held)
                 assert trained.state.optimizer.state, "the optimizer was compared too"
                 trained.state.restore_scalars(scalars)
-                resumed[f"{model}: {other} → {name}"] = trained.until(SAVED + 1)[-1]
+                resumed[f"{model}: {other} → {name}"] = trained.until(COMPARED)[-1]
                 if rank == 0:
                     progress.write_text(str(len(resumed)))
 
