@@ -32,15 +32,17 @@ _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 def join_mpi(device: torch.device = CPU) -> World:
     """Become a rank of the processes that `mpirun` or `srun` started, with MPI's collectives."""
-    from mpi4py import MPI  # an optional package, whose import starts MPI
-
+    try:
+        from mpi4py import MPI  # its import starts MPI
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("join_mpi needs mpi4py: pip install 'danlu[mpi]'", name="mpi4py") from None
     everyone = MPI.COMM_WORLD
     rank, size = everyone.Get_rank(), everyone.Get_size()
     on_host = everyone.Split_type(MPI.COMM_TYPE_SHARED)
-    local_rank = on_host.Get_rank()
+    local_rank, is_alone = on_host.Get_rank(), on_host.Get_size() == size
     on_host.Free()
     token = everyone.bcast(secrets.token_bytes(32) if rank == 0 else None)
-    server = StoreServer(_listen(), token) if rank == 0 else None
+    server = StoreServer(_listen("127.0.0.1" if is_alone else _address()), token) if rank == 0 else None
     endpoint = everyone.bcast(server.address if server else None)
     store = TokenStore(endpoint, token, 0, TIMEOUT, server)
     return World.join(RankInfo(rank, size, local_rank), "gloo", store, device, answer=MpiGroups(everyone))
@@ -128,14 +130,17 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def _listen() -> socket.socket:
-    """A port at the address by which other hosts reach this one: of the interface that leads out, or of its name."""
+def _address() -> str:
+    """By which other hosts reach this one: of the interface that leads out, or of its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         try:
             out.connect(("192.0.2.1", 9))  # sends nothing: an address that nobody has (RFC 5737)
-            address = str(out.getsockname()[0])
+            return str(out.getsockname()[0])
         except OSError:
-            address = socket.gethostbyname(socket.gethostname())
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _listen(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(socket.SOMAXCONN)
