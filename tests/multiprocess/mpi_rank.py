@@ -46,6 +46,20 @@ def halves_sum(rank: int, ranks: int) -> None:
     assert torch.equal(found, (everybodys(1000, torch.float32) + 0.5).sum(0).bfloat16())
 
 
+def what_is_not_a_number_stays_so(rank: int, ranks: int) -> None:
+    """Whichever rank has it: MPI's own maximum may lose it."""
+    for source in range(ranks):
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            spoiled = torch.tensor([float("nan") if rank == source else 1.0, 1.0 + rank] * ranks)
+            mine = torch.empty(2)
+            dist.reduce_scatter_tensor(mine, spoiled, operation)
+            assert mine.isnan().tolist() == [True, False], (source, operation)
+            dist.all_reduce(spoiled, operation)
+            assert spoiled.isnan().tolist() == [True, False] * ranks, (source, operation)
+            expected = {dist.ReduceOp.SUM: ranks * (ranks + 1) / 2, dist.ReduceOp.MAX: float(ranks)}
+            assert spoiled[1] == mine[1] == expected.get(operation, 1.0), (source, operation)
+
+
 def train(rank: int, ranks: int) -> None:
     """A sharded module takes the same step as a whole one."""
     torch.manual_seed(0)
@@ -68,7 +82,8 @@ def main() -> None:
     try:
         assert dist.group.WORLD is not None
         assert isinstance(own_collectives._answered[dist.group.WORLD.group_name], MpiGroup)
-        for case in (*CASES, halves_sum, train):
+        cases = (*CASES, halves_sum, *([what_is_not_a_number_stays_so] if SAYS_REDUCTION else []), train)
+        for case in cases:
             left = not SAYS_REDUCTION and "reduce" in case.__name__
             assert bool(calls_of(case)) is not left, f"{case.__name__} did not go through MPI"
         assert not calls_of(what_is_not_written_goes_to_the_library)

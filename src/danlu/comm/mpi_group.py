@@ -10,6 +10,7 @@ other, both over TCP. MPI cannot be interrupted and loses all ranks with one, so
 
 import secrets
 import socket
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def join_mpi(device: torch.device = CPU) -> World:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("join_mpi needs mpi4py: pip install 'danlu[mpi]'", name="mpi4py") from None
     everyone = MPI.COMM_WORLD
+    _abort_on_error(everyone)
     rank, size = everyone.Get_rank(), everyone.Get_size()
     on_host = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, is_alone = on_host.Get_rank(), on_host.Get_size() == size
@@ -70,12 +72,21 @@ class MpiGroup:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""
         wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+        no_numbers = wide.isnan().to(torch.uint8) if reduction != "sum" and wide.is_floating_point() else None
         self._communicator.Allreduce(_in_place(), _elements(wide), _operation(reduction))
+        if no_numbers is not None:  # which MPI's maximum and minimum may lose
+            self._communicator.Allreduce(_in_place(), _elements(no_numbers), _operation("max"))
+            wide.masked_fill_(no_numbers.bool(), torch.nan)
         if wide is not tensor:
             tensor.copy_(wide)
 
     def reduce_scatter(self, output: Tensor, given: Tensor, reduction: Reduction) -> None:
         """Reduce over all ranks, and write this rank's part of as many equal ones to `output`."""
+        if reduction != "sum":
+            whole = given.clone()
+            self.all_reduce(whole, reduction)
+            output.view(-1).copy_(whole.view(self.size, -1)[self._communicator.Get_rank()])
+            return
         wide = given.to(_WIDER.get(given.dtype, given.dtype))
         mine = output if wide is given else torch.empty_like(output, dtype=wide.dtype)
         self._communicator.Reduce_scatter_block(_elements(wide), _elements(mine), _operation(reduction))
@@ -108,6 +119,18 @@ class MpiGroup:
     def close(self) -> None:
         """No collective will be called any more."""
         self._communicator.Free()
+
+
+def _abort_on_error(everyone: "Intracomm") -> None:
+    """End all ranks when an exception ends this one: at its end it would wait for the others, and they for it."""
+    told = sys.excepthook
+
+    def tell_and_abort(*error: Any) -> None:
+        told(*error)
+        sys.stderr.flush()
+        everyone.Abort(1)
+
+    sys.excepthook = tell_and_abort
 
 
 def _operation(reduction: Reduction) -> Any:

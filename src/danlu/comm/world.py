@@ -132,7 +132,8 @@ class World:
             return cls(device=device)
         joined = _joined.get(dist.group.WORLD)
         if isinstance(joined, cls):
-            return replace(joined, device=device, blocks=tuple(blocks) or joined.blocks)
+            shares_memory = shares_memory and joined.shares_memory
+            return replace(joined, device=device, shares_memory=shares_memory, blocks=tuple(blocks) or joined.blocks)
         place = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
         shares_memory = shares_memory and dist.get_backend() in _OVER_SOCKETS
         world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory, blocks=tuple(blocks))
