@@ -209,8 +209,8 @@ def host_collectives(report: Report) -> str:
         [
             row["operation"],
             str(row["ranks"]),
-            f"{row['bytes'] / 1024:.0f} KiB" if row["bytes"] < 1 << 20 else f"{row['bytes'] / (1 << 20):.0f} MiB",
-            *(f"{1e3 * row[name]:.{2 if row[name] < 0.01 else 0}f} ms" for name in ("memory", "gloo")),
+            _binary(row["bytes"]),
+            *(_milliseconds(row[name]) for name in ("memory", "gloo")),
             f"{row['ratio']:.1f} ×",
         ]
         for row in report["figures"]["rows"]
@@ -219,7 +219,35 @@ def host_collectives(report: Report) -> str:
     return table("collective|ranks:|tensor:|Danlu:|gloo:|faster:", rows)
 
 
+def level_collectives(report: Report) -> str:
+    """Collectives over a trimmed trunk, by every method, beside what the trunk alone takes."""
+    cases: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for row in report["figures"]["rows"]:
+        if row["bytes"] in (4 << 10, 4 << 20, 64 << 20, 256 << 20):
+            cases.setdefault((row["operation"], row["ranks"], row["bytes"]), {"bound": row["bound"]})[row["method"]] = row
+    rows = [
+        [
+            operation,
+            str(ranks),
+            _binary(size),
+            *(_milliseconds(case[method]["seconds"]) for method in ("by level", "by host", "gloo", "Open MPI")),
+            _milliseconds(case["bound"]),
+        ]
+        for (operation, ranks, size), case in cases.items()
+    ]
+    return table("collective|ranks:|tensor:|by level:|by host:|gloo:|Open MPI:|the trunk alone:", rows)
+
+
+def _binary(size: int) -> str:
+    return f"{size / 1024:.0f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.0f} MiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{2 if seconds < 0.01 else 0}f} ms"
+
+
 MADE: dict[str, Callable[[Report], str]] = {
+    "collectives.json table": level_collectives,
     "host_collectives.json table": host_collectives,
     "full.json parts": full_parts,
     "torch.json minors": torch_minors,
