@@ -246,7 +246,24 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.{2 if seconds < 0.01 else 0}f} ms"
 
 
+def step_speed(report: Report) -> str:
+    """Seconds of a step, by contender, and how much faster the better of Danlu's two is."""
+    cases: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in report["figures"]["rows"]:
+        cases.setdefault((row["model"], row["ranks"]), {})[row["contender"]] = row
+    names = ("PyTorch", "PyTorch compiled", "Danlu", "Danlu compiled")
+    rows = []
+    for (model, ranks), case in cases.items():
+        ours = min(case[name]["seconds"] for name in names[2:])
+        seconds = [f"{case[name]['seconds']:.2f} s" for name in names]
+        gains = [f"{case[name]['seconds'] / ours:.2f} ×" for name in names[:2]]
+        rows.append([model, str(ranks), *seconds, *gains, f"{max(case[name]['mfu'] for name in names[2:]):.0%}"])
+    columns = "|".join(f"{name}:" for name in names)
+    return table(f"model|ranks:|{columns}|over eager:|over compiled:|MFU:", rows)
+
+
 MADE: dict[str, Callable[[Report], str]] = {
+    "step_speed.json table": step_speed,
     "collectives.json table": level_collectives,
     "host_collectives.json table": host_collectives,
     "full.json parts": full_parts,

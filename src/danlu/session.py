@@ -42,6 +42,7 @@ from danlu.framework.state_snapshots import StateSnapshots
 from danlu.framework.train_data import TrainData
 from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights
+from danlu.language.register import use_kernels
 from danlu.spec import (
     Cluster,
     EndEvent,
@@ -112,6 +113,7 @@ class Session:
         self.cluster = load_cluster(str(run.cluster)) if run.cluster.exists() else None
         self.chip = find_chip(self.cluster.chip.kind if self.cluster else None)
         device = self.chip.runtime.set_device(rank_info.local_rank)
+        use_kernels(device)
         backend = _backend(self.chip, rank_info)
         generation = order.generation if order else generation
         self.link.report_generation(generation)
@@ -149,7 +151,7 @@ class Session:
         """Build, resume and train until the recipe's steps are done or any rank's `stop` is true."""
         recipe, mesh, link = self.recipe, self.mesh, self.link
         link.report_phase("building the model")
-        state, forward_backward = build_train_state(recipe, mesh.plan, mesh)
+        state, forward_backward = build_train_state(recipe, mesh.plan, mesh, reproduce_in=self.run.compiled_blocks)
         events = RankEvents(mesh.rank)  # they wait for `started`, which has the step that is found here
         for fallback in mesh.world.fallbacks:
             events.warn(fallback)

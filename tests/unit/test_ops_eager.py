@@ -67,13 +67,13 @@ def test_bytes_are_those_of_the_operators(changes: dict[str, Any], dtype: torch.
     ).model_copy(update=changes)
     shard = LayerShard(model_shape(model), 1, LENGTH, pad_values=True)
     told = layer.eager_moved_bytes(shard, False, dtype.itemsize, dispatch=0.0)
-    assert told == pytest.approx(moved_by(model, dtype), rel=0.08)
+    assert told == pytest.approx(moved_by(model, dtype), rel=0.1)
 
 
-def test_a_compiler_halves_what_a_gated_layer_moves() -> None:
-    """What `compile` in a plan gains: fused kernels move each tensor once."""
+def test_operators_of_a_gated_layer_move_little_more_than_a_compiler_s_kernels() -> None:
+    """Each passes once over its tensors; what `compile` in a plan gains in memory traffic is small."""
     model = Model(vocabulary=256, layers=1, width=4096, heads=32, kv_heads=8, mlp_width=14336, sequence=LENGTH)
     shard = LayerShard(model_shape(model), 1, LENGTH)
     fused = layer.moved_bytes(shard, False, traffic=1.0, dispatch=0.0, fused_activation=False)
     eager = layer.eager_moved_bytes(shard, False, 2, dispatch=0.0)
-    assert 2 < sum(eager) / sum(fused) < 3
+    assert 1 < sum(eager) / sum(fused) < 1.2

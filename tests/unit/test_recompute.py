@@ -68,7 +68,7 @@ def test_each_mode_keeps_fewer_bytes_and_gives_the_same_gradients(name: str) -> 
         kept[mode] = record.bytes_alive()
         loss.backward()
         gradients[mode] = {at: p.grad for at, p in made.named_parameters() if p.grad is not None}
-    assert kept["full"] < 0.6 * kept["selective"] and kept["selective"] < 0.85 * kept["none"], kept
+    assert kept["full"] < 0.6 * kept["selective"] and kept["selective"] < 0.95 * kept["none"], kept
     assert len(gradients["none"]) == len(list(decoder(name, "none").parameters()))
     for mode in ("selective", "full"):
         assert gradients[mode].keys() == gradients["none"].keys(), "names stay as they are"

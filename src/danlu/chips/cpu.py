@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from danlu.chips import host
+from danlu.chips.cpu_products import compute_products_in_fp32, emulated_dtypes
 from danlu.chips.descriptor import ChipDescriptor
 
 
@@ -31,7 +32,11 @@ class CpuRuntime:
         return host.cpu_name()
 
     def set_device(self, local_rank: int) -> torch.device:
-        """The same device for every rank; any number of ranks may share it. The process keeps the memory it frees."""
+        """The same device for every rank; any number of ranks may share it. The process keeps the memory it frees.
+
+        Products of a dtype that the processor has no instructions for are computed in fp32 (`cpu_products`).
+        """
+        compute_products_in_fp32(emulated_dtypes())
         if not _keep_freed_memory():
             warnings.warn(
                 "this C library has no glibc mallopt to keep freed memory: every step faults its memory in again",

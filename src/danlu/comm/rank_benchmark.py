@@ -35,6 +35,7 @@ from danlu.comm.collective_benchmark import (
 from danlu.comm.rank_layout import level_blocks
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
+from danlu.language.register import use_kernels
 from danlu.spec.cluster import Dtype, OperatorName, TimingCurve
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.torch_compat import FileStore, Store
@@ -267,6 +268,7 @@ class _RankProbe:
         self.rank, self.ranks, self.levels = rank, ranks, levels
         self.runtime = chip.runtime
         self.device = chip.runtime.set_device(local_rank)
+        use_kernels(self.device)
         place = RankInfo(rank, ranks, local_rank)
         blocks = level_blocks(fanout for _, fanout in levels)  # as in a run on this network
         backend = chip.backend or "gloo"

@@ -49,7 +49,7 @@ class RankMemoryEstimator(LayoutShapes):
         kept = 0.0
         for kind, count in contents.runs:
             kept += count * self.layer_bytes(kind)[0]
-        kept += contents.mtp * saved_bytes(self.shard, software.activation_bytes, software.eager)
+        kept += contents.mtp * saved_bytes(self.shard, software.activation_bytes)
         if contents.has_embedding_copy:  # it has no moments: the first stage owns the table
             table = table_parameters(self.shape) / layout.tp / self.groups.dense.shards(self.sharding.optimizer)
             states = states[0], states[1], states[2] - 2 * MOMENT_BYTES * table
@@ -149,7 +149,7 @@ class RankMemoryEstimator(LayoutShapes):
             moments.append(at(kept * before, 0.0, gradients + max(layer, ends) * each, 0.0))
         if contents.has_head:
             together = layout.microbatches if layout.schedule == "gpipe" and layout.pp > 1 else 1
-            ahead = contents.mtp * kept_loss_bytes(self.shard)
+            ahead = contents.mtp * kept_loss_bytes(self.shard, each)
             logits = self._loss_bytes(together) + ahead
             moments.append(at(kept * flight + 4 * stream, logits, later, gathered.head))
             if together > 1:
@@ -176,7 +176,7 @@ class RankMemoryEstimator(LayoutShapes):
 
     def _loss_bytes(self, together: int) -> float:
         """Bytes at the loss of one microbatch, and of those whose loss was computed before."""
-        return loss_bytes(self.shard, float(self.software.activation_bytes) if self.layout.pp > 1 else 0.0, together)
+        return loss_bytes(self.shard, self.software.activation_bytes, together)
 
     def _memory(
         self, states: tuple[float, float, float], activations: float, logits: float, buffers: float

@@ -162,7 +162,6 @@ class Software:
             recompute,
             element_bytes=self.activation_bytes,
             matmul_bytes=self.quantized_input_bytes or (1.0 if fp8 else float(self.activation_bytes)),
-            eager=self.eager,
             gathered_inputs=self.keep_gathered_inputs,
             scores=self.attention == "fused",
             by_operator=not self.preallocate_gradients,

@@ -34,6 +34,7 @@ from danlu.framework.fp8.apply import unquantized
 from danlu.framework.state import TrainState
 from danlu.framework.step_guard import MAX_SKIPPED_STEPS, StepGuard, stop_on_signal
 from danlu.framework.step_metrics import compute_step_metrics
+from danlu.language.register import use_kernels
 from danlu.parallel.fsdp import reshard_all
 from danlu.parallel.grad_norm import clip_grads_with_norm
 from danlu.spec.cluster import Cluster
@@ -208,6 +209,7 @@ def _join_world(cluster: Cluster | None = None) -> World:
     """The world that torchrun started, joined if it is not yet; a world of one without torchrun."""
     chip = find_chip()
     device = chip.runtime.set_device(dist.get_node_local_rank(fallback_rank=0))
+    use_kernels(device)
     if not dist.is_initialized():
         backend = chip.backend or "gloo"
         if dist.is_torchelastic_launched():

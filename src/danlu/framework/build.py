@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -52,17 +53,22 @@ def make_adapter(recipe: Recipe, plan: Plan) -> ModelAdapter:
 
 
 def build_train_state(
-    recipe: Recipe, plan: Plan, mesh: ParallelMesh, tensors: AbstractContextManager[object] | None = None
+    recipe: Recipe,
+    plan: Plan,
+    mesh: ParallelMesh,
+    tensors: AbstractContextManager[object] | None = None,
+    reproduce_in: Path | None = None,
 ) -> tuple[TrainState, ForwardBackward]:
     """Build this rank's stages of the model, parallel as the plan says, its optimizer, and its forward and backward.
 
-    A dry run passes the context in which `tensors` are made; nothing before that takes memory.
+    A dry run passes the context in which `tensors` are made; nothing before that takes memory. What reproduces a
+    compiled block that differs from the eager one is written into the folder `reproduce_in`.
     """
     adapter = make_adapter(recipe, plan)
     stages = plan.stages_of_rank(mesh.coordinate("pp"))
     modules = [adapter.stage_module(stage) for stage in stages]
     for module in modules:
-        apply_parallelism(module, adapter, plan, mesh, recipe.precision)
+        apply_parallelism(module, adapter, plan, mesh, recipe.precision, reproduce_in=reproduce_in)
     with tensors or nullcontext():
         adapter.init_weights(modules, mesh)
     scaler = build_loss_scaler(recipe.precision)
@@ -131,6 +137,7 @@ def apply_parallelism(
     mesh: ParallelMesh,
     dtypes: PrecisionConfig,
     average_gradients: bool = False,
+    reproduce_in: Path | None = None,
 ) -> None:
     """Apply every axis of the plan to one stage of the model, in the one order that works; gradients are summed."""
     # 1. Model parallelism: what a module computes changes before anything is wrapped around it.
@@ -139,7 +146,9 @@ def apply_parallelism(
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
     apply_recompute(adapter.recompute_regions(module, plan))
     if plan.compile:
-        apply_compile(adapter.blocks(module))
+        # Ranks of other pipeline stages are not in the same block at the same time: there each decides by itself.
+        agree = mesh.world.any_rank if plan.degrees.pp == 1 else None
+        apply_compile(adapter.blocks(module), plan.check_compiled, agree, reproduce_in)
     # 4. Shard last: it sees the final parameters.
     policy = partial(precision.mixed_precision_policy, dtypes)
     apply_fsdp(
@@ -166,4 +175,4 @@ def _loss(
     group = None if logits_BSV.shape[-1] == vocabulary else tensor_group
     if counted is None:
         return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens
-    return cross_entropy_sum(logits_BSV, targets_BS, group, masked=True) / counted.clamp(min=1)
+    return cross_entropy_sum(logits_BSV, targets_BS, group) / counted.clamp(min=1)

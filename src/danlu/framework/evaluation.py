@@ -137,6 +137,6 @@ class Evaluation:
                 return torch.zeros((), device=logits.device)
             wanted = batch.targets[microbatch * self._microbatch :][:rows]
             group = None if logits.shape[-1] == self._vocabulary else self._mesh.group("tp")
-            return cross_entropy_sum(logits[:rows], wanted, group, masked=batch.counted is not None)
+            return cross_entropy_sum(logits[:rows], wanted, group)
 
         return self._forward(batch.microbatches(len(batch.tokens) // self._microbatch), loss)

@@ -15,7 +15,12 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 COMPILE_COMMAND = ("cc", "-O3", "-shared", "-fPIC")
 # For every processor of an architecture: what only some of them have is asked for when it runs.
-_FLAGS = {("copy_hash", "x86_64"): ["-msse4.2"], ("copy_hash", "aarch64"): ["-march=armv8-a+crc"]}
+_FLAGS = {
+    ("copy_hash", "x86_64"): ["-msse4.2"],
+    ("copy_hash", "aarch64"): ["-march=armv8-a+crc"],
+    ("cpu_ops", "x86_64"): ["-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"],
+    ("cpu_ops", "aarch64"): ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"],
+}
 
 
 def library_path(name: str) -> Path:
@@ -33,7 +38,10 @@ def build(compiler: tuple[str, ...] = COMPILE_COMMAND) -> dict[str, str]:
         flags = _FLAGS.get((name, platform.machine()), [])
         try:
             subprocess.run(
-                [*compiler, *flags, "-o", unfinished, FOLDER / f"{name}.c"], check=True, capture_output=True, text=True
+                [*compiler, *flags, "-o", unfinished, FOLDER / f"{name}.c", "-lm"],
+                check=True,
+                capture_output=True,
+                text=True,
             )
             unfinished.replace(library_path(name))
         except FileNotFoundError:

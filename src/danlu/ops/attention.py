@@ -150,19 +150,18 @@ def moved_bytes(shard: LayerShard) -> tuple[float, float]:
 
 
 def eager_moved_bytes(shard: LayerShard, element_bytes: int) -> tuple[float, float]:
-    """The same where every operator is a kernel of its own: the rotation of queries and keys in fp32.
+    """The same where every operator is a kernel of its own: the rotation of queries and keys, a read and a write.
 
-    Per element, forward: four products of halves with a table (4 bytes read and 4 written by each half), a difference
-    and a sum (6 each), and both halves side by side (8); backward a negation (4) and two sums. Below fp32 also a cast
-    there and one back. Latent attention also joins and pads what its heads share or have two widths of, and has norms.
+    Latent attention first brings the pairs of neighbors that it rotates into halves, joins and pads what its heads
+    share or have two widths of, and has norms.
     """
     shape = shard.model
     if shape.positions:
         return 0.0, 0.0  # learned positions are added once, by the embedding
     elements = shard.tokens * (shape.heads + shape.kv_heads) * shape.rotated_dim / shard.tp
-    casts = 2.0 * (element_bytes + 4) if element_bytes < 4 else 0.0
-    forward, backward = (36.0 + casts) * elements, (40.0 + casts) * elements
+    forward = backward = 2.0 * element_bytes * elements
     if shape.mla:
+        forward, backward = 2 * forward, 2 * backward
         low, width = shape.mla, shape.head_dim
         normed = element_bytes * shard.tokens * ((low.q_lora_rank or 0) + low.kv_lora_rank) / shard.tp
         each = element_bytes * shard.tokens * shape.heads / shard.tp
@@ -192,12 +191,6 @@ def saved_bytes(shard: LayerShard, saving: Saving) -> float:
     if saving.scores and saving.mode != "selective":
         kept += 5.0 * shard.sequences * heads * shard.length**2
     return kept
-
-
-def rotary_copy_bytes(shard: LayerShard) -> float:
-    """fp32 copies of queries and keys for rotary positions, which a compiler would fuse away."""
-    shape = shard.model
-    return 4.0 * shard.tokens * (shape.heads + shape.kv_heads) * shape.rotated_dim / shard.tp
 
 
 def alternate_saved_elements(shard: LayerShard) -> float:

@@ -33,14 +33,11 @@ def logit_elements(shard: LayerShard) -> float:
     return shard.tokens * shard.model.vocabulary / shard.tp
 
 
-def loss_bytes(shard: LayerShard, output_bytes: float, together: int) -> float:
-    """Bytes at the loss of one microbatch, and of those whose loss was computed before.
-
-    Unsharded logits: fp32 log-probabilities, their gradient and that of the logits; sharded, a rank's own in half
-    precision, fp32 and the gradient. A pipeline also keeps the logits as its output, in `output_bytes` each.
+def loss_bytes(shard: LayerShard, element_bytes: float, together: int) -> float:
+    """Bytes at the loss of one microbatch: its logits and their gradient; of those whose loss was computed before, the
+    logits.
     """
-    at_loss = (12.0 if shard.tp == 1 else 10.0) + output_bytes
-    return logit_elements(shard) * (at_loss + (together - 1) * (4.0 + output_bytes))
+    return logit_elements(shard) * element_bytes * (1 + together)
 
 
 def embedding_bytes_moved(stream: float) -> tuple[float, float]:

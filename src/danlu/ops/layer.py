@@ -71,8 +71,6 @@ def saved_bytes(shard: LayerShard, saving: Saving, moe: bool) -> float:
     if saving.mode == "elementwise" and saving.by_operator:
         return _saved_by_operator(shard, saving, moe)
     kept = norm.saved_bytes(shard, saving)
-    if saving.eager and saving.mode != "elementwise" and saving.element_bytes < 4:
-        kept += attention.rotary_copy_bytes(shard)
     kept += attention.saved_bytes(shard, saving)
     kept += mlp.hidden_elements(shard, moe) * mlp.copies_saved(shard.model, saving)
     return kept + (experts.saved_bytes(shard, saving) if moe else 0.0)

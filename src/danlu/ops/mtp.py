@@ -18,18 +18,17 @@ def project_matmul(shard: LayerShard) -> Matmul:
     return Matmul(shard.tokens // shard.tp, shard.model.width, 2 * shard.model.width)
 
 
-def saved_bytes(shard: LayerShard, element_bytes: float, eager: bool) -> float:
+def saved_bytes(shard: LayerShard, element_bytes: float) -> float:
     """Bytes that one module saves beside its layer and its logits.
 
-    Inputs of its three norms, the joined streams, and the input of the head, gathered; fp32 results of norms if eager.
+    Inputs of its three norms, the joined streams, and the input of the head, gathered.
     """
-    kept = element_bytes * (5.0 * shard.stream + shard.tokens * shard.model.width)
-    return kept + (12.0 * shard.stream if eager and element_bytes < 4 else 0.0)
+    return element_bytes * (5.0 * shard.stream + shard.tokens * shard.model.width)
 
 
-def kept_loss_bytes(shard: LayerShard) -> float:
-    """Bytes of one module's loss that wait for the backward pass: an fp32 number a logit."""
-    return 4.0 * logit_elements(shard)
+def kept_loss_bytes(shard: LayerShard, element_bytes: float) -> float:
+    """Bytes of one module's loss that wait for the backward pass: its logits."""
+    return element_bytes * logit_elements(shard)
 
 
 def table_gathers(modules: int) -> int:

@@ -32,9 +32,9 @@ def eager_moved_bytes(shard: LayerShard, element_bytes: int, summed_inputs: int)
 
 
 def saved_bytes(shard: LayerShard, saving: Saving) -> float:
-    """Inputs of both norms and of the matmuls after them; fp32 results of norms if eager."""
+    """Inputs of both norms and of the matmuls after them."""
     kept = 2 * saving.element_bytes * shard.stream
     if saving.mode == "elementwise":
         return kept
     inputs = shard.tokens * shard.model.width if saving.gathered_inputs else shard.stream
-    return kept + 2 * saving.matmul_bytes * inputs + (8.0 * shard.stream if saving.eager else 0.0)
+    return kept + 2 * saving.matmul_bytes * inputs

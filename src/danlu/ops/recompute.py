@@ -45,6 +45,8 @@ SAVED_BY_SELECTIVE: dict[str, tuple[str, ...]] = {
         "mm",
         "bmm",
         "addmm",
+        "baddbmm",
+        "_grouped_mm",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
@@ -66,8 +68,6 @@ class Saving(NamedTuple):
     """Of an activation."""
     matmul_bytes: float
     """Of an element that only a matmul reads: 1 in fp8."""
-    eager: bool
-    """Every operator saves what it needs by itself, as PyTorch does without a compiler."""
     gathered_inputs: bool
     """What tensor parallelism gathered for a matmul is kept, instead of gathered again."""
     scores: bool

@@ -4,11 +4,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from danlu.ops.operators.cross_entropy import cross_entropy_backward, softmax_sums
 from danlu.parallel.batch import IGNORE_INDEX
+from danlu.torch_compat import is_fake
 
 
 class MeanLoss(Protocol):
@@ -19,51 +20,49 @@ class MeanLoss(Protocol):
         ...
 
 
-def cross_entropy_sum(
-    logits_BSV: Tensor, targets_BS: Tensor, group: ProcessGroup | None, masked: bool = False
-) -> Tensor:
+def cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum of the cross-entropy over all positions, in fp32; with a group, `logits_BSV` is a rank's shard of V.
 
-    If targets are `masked`, those that are `IGNORE_INDEX` add nothing.
+    Targets that are `IGNORE_INDEX` add nothing.
     """
-    logits, targets = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
-    if group is None:
-        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
-    return _VocabParallelCrossEntropy.apply(logits, targets, group, masked)
+    return _CrossEntropySum.apply(logits_BSV.flatten(0, 1), targets_BS.flatten(), group)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Two small all-reduces instead of gathering the logits, the largest activation of a model.
+def _unknown(targets_N: Tensor, vocabulary: int) -> Tensor:
+    """Where targets are no tokens: an error on a CPU; elsewhere, without waiting for the device, a loss of NaN."""
+    unknown_N = ((targets_N < 0) | (targets_N >= vocabulary)) & (targets_N != IGNORE_INDEX)
+    if targets_N.device.type == "cpu" and not is_fake(targets_N) and unknown_N.any():
+        raise IndexError(
+            f"target {int(targets_N[unknown_N][0])} is out of bounds: the vocabulary has {vocabulary} tokens; were the "
+            "data made with another tokenizer?"
+        )
+    return unknown_N
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Of sharded logits by two small all-reduces instead of gathering them, the largest activation of a model.
 
     torch's `loss_parallel` does the same in a context manager that must be active during backward,
     which a pipeline schedule runs elsewhere.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: ProcessGroup, masked: bool) -> Tensor:
-        width = logits_NV.shape[1]
-        top_N = logits_NV.amax(1)
-        dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
-        exp_NV = (logits_NV - top_N[:, None]).exp_()
-        local_N = targets_N - group.rank() * width
-        held_N = (local_N >= 0) & (local_N < width)
-        local_N = local_N.clamp(0, width - 1)
-        target_N = torch.where(held_N, logits_NV.gather(1, local_N[:, None])[:, 0] - top_N, 0.0)
-        sums_2N = torch.stack((exp_NV.sum(1), target_N))
-        dist.all_reduce(sums_2N, group=group)
-        total_N, target_N = sums_2N
-        loss_N = total_N.log() - target_N
-        if masked:
-            ignored_N = targets_N == IGNORE_INDEX  # held by no rank
-            loss_N = loss_N.masked_fill(ignored_N, 0.0)
-            total_N = total_N.masked_fill(ignored_N, torch.inf)  # a softmax of zeros
-        # The gradient overwrites the exponentials: the softmax, minus one at the target.
-        gradient_NV = exp_NV.div_(total_N[:, None])
-        gradient_NV.scatter_add_(1, local_N[:, None], -held_N[:, None].to(gradient_NV.dtype))
-        ctx.save_for_backward(gradient_NV)
-        return loss_N.sum()
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.first = 0 if group is None else group.rank() * logits_NV.shape[1]
+        highest_N, sums_N, target_N = softmax_sums(logits_NV, targets_N, ctx.first)
+        if group is not None:
+            mine_N = highest_N.clone()
+            dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
+            sums_2N = torch.stack((sums_N * (mine_N - highest_N).exp(), target_N))
+            dist.all_reduce(sums_2N, group=group)
+            sums_N, target_N = sums_2N
+        ctx.save_for_backward(logits_NV, targets_N, highest_N, sums_N)
+        loss_N = (sums_N.log() + (highest_N - target_N)).masked_fill(targets_N == IGNORE_INDEX, 0.0)
+        unknown_N = _unknown(targets_N, logits_NV.shape[1] * (1 if group is None else group.size()))
+        return loss_N.masked_fill(unknown_N, torch.nan).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient_NV,) = ctx.saved_tensors
-        return gradient_NV * grads[0], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, targets_N, highest_N, sums_N = ctx.saved_tensors
+        factors_N = grads[0].expand_as(sums_N).masked_fill(targets_N == IGNORE_INDEX, 0.0)
+        return cross_entropy_backward(logits_NV, targets_N, highest_N, sums_N, factors_N, ctx.first), None, None

@@ -146,6 +146,9 @@ class Plan(SpecModel):
     """
     compile: bool = False
     """Compile every block with torch.compile."""
+    check_compiled: bool = True
+    """Compare compiled blocks with eager ones in their first call, results and gradients; a kind of block that differs
+    runs eagerly, with a warning. Takes about a second per kind."""
     reshard_after_forward: bool | None = None
     """Free the gathered parameters between forward and backward (ZeRO-3), or keep them (ZeRO-2).
 

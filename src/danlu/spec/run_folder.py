@@ -52,6 +52,11 @@ class RunFolder:
         return self.path / f"profile-{rank}.json"
 
     @property
+    def compiled_blocks(self) -> Path:
+        """What reproduces compiled blocks that differed from eager ones."""
+        return self.path / "compiled-blocks"
+
+    @property
     def data(self) -> Path:
         """Dataset versions that the run reads from which sample on, one record per line."""
         return self.path / "data.jsonl"

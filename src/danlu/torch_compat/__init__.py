@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, _resolve_process_group
 from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._dispatch import OpDispatcher
@@ -372,3 +374,74 @@ def finished_work() -> Any:
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)
     return cast(Any, torch._C._distributed_c10d)._create_work_from_future(future).boxed()
+
+
+@contextmanager
+def nested_fsdp_gathered(module: nn.Module) -> Iterator[None]:
+    """Gather what FSDP shards inside a module, and let its hooks there do nothing: a block is run beside a step.
+
+    In the state before a backward pass these hooks leave gathering and freeing to others, in torch 2.9 to 2.13; there
+    is no public way to say so. A forward that they see would be counted as part of the step.
+    """
+    nested = [each for each in module.modules() if each is not module and isinstance(each, FSDPModule)]
+    states = [(each, each._get_fsdp_state()) for each in nested]
+    before = [state._training_state for _, state in states]
+    try:
+        for each, state in states:
+            each.unshard()
+            state._training_state = TrainingState.PRE_BACKWARD
+        yield
+    finally:
+        for (each, state), training_state in zip(states, before, strict=True):
+            state._training_state = training_state
+            each.reshard()
+
+
+def original_kernel(name: str, key: str) -> Any:
+    """torch's kernel of an operator (`aten::mm`) for a dispatch key, to be called after it was replaced; or None.
+
+    `torch.library.get_kernel` is public, but younger than the oldest torch.
+    """
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    return None if get_kernel is None else get_kernel(name, key)
+
+
+def inductor_pass(apply: Callable[[torch.fx.Graph], None], cache_key: str) -> Any:
+    """A function over graphs as Inductor wants one of a user: with a key for its cache, and of a private class.
+
+    The same in torch 2.9 to 2.13. Imported here: Inductor takes seconds to load, and only compiled blocks need it.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class NamedPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            apply(graph)
+
+        def uuid(self) -> str:
+            return cache_key
+
+        # Equal passes must compare equal: Dynamo shares code only among calls with equal options.
+        def __eq__(self, other: object) -> bool:
+            return getattr(other, "uuid", lambda: None)() == cache_key
+
+        def __hash__(self) -> int:
+            return hash(cache_key)
+
+    return NamedPass()
+
+
+# A pass computes with real tensors, while the compiler that calls it computes with FakeTensors; public in no minor.
+without_fake_tensors = unset_fake_temporarily
+
+
+grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)
+"""Products of groups of rows with a matrix each; public since torch 2.10."""
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, as in a dry run."""
+    return isinstance(tensor, FakeTensor)
+
+
+# Inside its autograd kernel an operator is called again, below autograd; public in no minor.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd

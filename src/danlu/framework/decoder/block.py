@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from danlu.framework.decoder.attention import Attention, Documents
 from danlu.framework.decoder.kv_cache import KVCache
 from danlu.framework.decoder.latent_attention import LatentAttention
-from danlu.framework.decoder.moe import MoeLayer, gated_product
+from danlu.framework.decoder.moe import MoeLayer
 from danlu.framework.decoder.norm import build_norm
+from danlu.ops.operators.gated import gated_product
 from danlu.spec.model import Model
 
 

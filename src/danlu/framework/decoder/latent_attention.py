@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.kv_cache import KVCache
+from danlu.framework.decoder.norm import RMSNorm
 from danlu.framework.decoder.rope import apply_rope
 from danlu.spec.model import Model, RopeScaling
 
@@ -70,11 +71,11 @@ class LatentAttention(nn.Module):
         self.mla = mla = model.mla
         heads, width = model.heads, model.width
         self.q_a = nn.Linear(width, mla.q_lora_rank, bias=False) if mla.q_lora_rank else None
-        self.q_a_norm = nn.RMSNorm(mla.q_lora_rank, eps=LATENT_NORM_EPSILON) if mla.q_lora_rank else None
+        self.q_a_norm = RMSNorm(mla.q_lora_rank, eps=LATENT_NORM_EPSILON) if mla.q_lora_rank else None
         self.q_b = nn.Linear(mla.q_lora_rank, heads * mla.qk_head_dim, bias=False) if mla.q_lora_rank else None
         self.q = None if mla.q_lora_rank else nn.Linear(width, heads * mla.qk_head_dim, bias=False)
         self.kv_a = nn.Linear(width, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=False)
-        self.kv_a_norm = nn.RMSNorm(mla.kv_lora_rank, eps=LATENT_NORM_EPSILON)
+        self.kv_a_norm = RMSNorm(mla.kv_lora_rank, eps=LATENT_NORM_EPSILON)
         self.kv_b = nn.Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
         self.inputs = LatentInputs()
         scale = mla.qk_head_dim**-0.5 * (model.rope_scaling.score_factor if model.rope_scaling else 1.0)

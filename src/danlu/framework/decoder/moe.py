@@ -4,7 +4,7 @@ Shapes: T tokens, D width of the hidden states, E experts, N token copies (T × 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from danlu.framework.decoder.exact_balance import choose_evenly
+from danlu.ops.operators.experts import ExpertProducts, LoopedProducts, expert_products
+from danlu.ops.operators.gated import gated_product
 from danlu.spec.model import Moe
 from danlu.torch_compat import all_gather_single
 
@@ -139,18 +141,6 @@ class Router(nn.Module):
             self.bias_E += self.moe.balance_rate * torch.sign(self.step_load_E.mean() - self.step_load_E)
 
 
-_CLAMP, _SLOPE = 7.0, 1.702
-"""Of gpt-oss: where gate and up are cut, and the slope of its sigmoid."""
-
-
-def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The hidden features of a gated feed-forward network."""
-    if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
-        return (up + 1) * (gate * torch.sigmoid(gate * _SLOPE))
-    return (F.gelu(gate, approximate="tanh") if activation == "geglu" else F.silu(gate)) * up
-
-
 class Experts(nn.Module):
     """The feed-forward networks of this rank's experts, as stacked matrices."""
 
@@ -164,37 +154,29 @@ class Experts(nn.Module):
         self.gate_bias = nn.Parameter(torch.empty(hidden_bias)) if moe.bias and self.gate is not None else None
         self.up_bias = nn.Parameter(torch.empty(hidden_bias)) if moe.bias else None
         self.down_bias = nn.Parameter(torch.empty(down_bias)) if moe.bias else None
-        self.multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
-        """The product of an expert's tokens and one of its matrices."""
+        self.multiply: Callable[[Tensor, Tensor], Tensor] | None = None
+        """The product of an expert's tokens and one of its matrices, where these are quantized."""
 
-    def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x_ND: Tensor, counts: list[int] | Tensor) -> Tensor:
         """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
-        # Unbound at once: the gradient of indexing one expert would be as large as that of all, mostly zeros.
-        up = _to_local(self.up).unbind()
-        gate = None if self.gate is None else _to_local(self.gate).unbind()
-        down = _to_local(self.down).unbind()
-        up_bias, gate_bias, down_bias = map(_unbound, (self.up_bias, self.gate_bias, self.down_bias))
-        outputs = []
-        for expert, x in enumerate(x_ND.split(counts)):
-            hidden = self._linear(x, up, up_bias, expert)
-            if gate is None:
-                hidden = F.gelu(hidden)
-            else:
-                hidden = gated_product(self._linear(x, gate, gate_bias, expert), hidden, self.activation)
-            outputs.append(self._linear(hidden, down, down_bias, expert))
-        return torch.cat(outputs)
-
-    def _linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, expert: int) -> Tensor:
-        product = self.multiply(x, weights[expert])
-        return product if biases is None else product + biases[expert]
+        products: ExpertProducts
+        if self.multiply is None:
+            products = expert_products(x_ND, counts)
+        else:
+            products = LoopedProducts(counts.tolist() if isinstance(counts, Tensor) else counts, self.multiply)
+        weights = (self.up, self.gate, self.down, self.up_bias, self.gate_bias, self.down_bias)
+        up, gate, down, up_bias, gate_bias, down_bias = (_to_local(each) for each in weights)
+        x = products.enter(x_ND)
+        hidden = products.product(x, up, up_bias)
+        if gate is None:
+            hidden = F.gelu(hidden)
+        else:
+            hidden = gated_product(products.product(x, gate, gate_bias), hidden, self.activation)
+        return products.leave(products.product(hidden, down, down_bias))
 
 
-def _unbound(bias: Tensor | None) -> Sequence[Tensor] | None:
-    return None if bias is None else _to_local(bias).unbind()
-
-
-def _to_local(weight: Tensor) -> Tensor:
-    """This rank's experts of a weight that may be sharded."""
+def _to_local(weight: Tensor | None) -> Any:
+    """This rank's experts of a weight that may be sharded, or may not be there."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -211,9 +193,16 @@ class LocalDispatcher(nn.Module):
     """Take the load as even instead of reading it, since FakeTensors have no values."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would recompile
-    def forward(self, x_ND: Tensor, counts_E: Tensor, experts: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
-        """Apply the experts to token copies sorted by expert; the result is in the same order."""
-        return experts(x_ND, balanced_counts(len(x_ND), len(counts_E)) if self.assume_balanced else counts_E.tolist())
+    def forward(
+        self, x_ND: Tensor, counts_E: Tensor, experts: Callable[[Tensor, list[int] | Tensor], Tensor]
+    ) -> Tensor:
+        """Apply the experts to token copies sorted by expert; the result is in the same order.
+
+        Reading the counts would wait for the device; those of a CPU are at hand, and tell which product is best.
+        """
+        if self.assume_balanced:
+            return experts(x_ND, balanced_counts(len(x_ND), len(counts_E)))
+        return experts(x_ND, counts_E.tolist() if counts_E.device.type == "cpu" else counts_E)
 
 
 def through_experts(
@@ -223,7 +212,7 @@ def through_experts(
     top_k: int,
     counts_E: Tensor,
     dispatcher: nn.Module,
-    experts: Callable[[Tensor, list[int]], Tensor],
+    experts: Callable[[Tensor, list[int] | Tensor], Tensor],
 ) -> Tensor:
     """The sum, by their weights, of what its chosen experts make of every token.
 

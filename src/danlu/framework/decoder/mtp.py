@@ -54,7 +54,7 @@ class MtpLosses:
         """
         total = logits_BSV.new_zeros((), dtype=torch.float32)
         for module, logits in enumerate(ahead):
-            loss = cross_entropy_sum(logits, targets_BKS[:, module], self.group, masked=True)
+            loss = cross_entropy_sum(logits, targets_BKS[:, module], self.group)
             loss = loss / self.counted_K[module].clamp(min=1)
             self._totals[module] = self._totals.get(module, torch.zeros_like(loss)) + loss.detach()
             total = total + loss * (self.weight * self.loss_scale)

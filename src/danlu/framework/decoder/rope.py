@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from danlu.ops.operators.rotary import rotate
 from danlu.spec.model import RopeScaling
 
 
@@ -61,12 +62,9 @@ def apply_rope(
         angle = torch.outer(torch.arange(length, device=x_BSHW.device), turn_W)
     else:
         angle = positions_BS[..., None] * turn_W
-    cos, sin = angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+    cos, sin = angle.cos(), angle.sin()
     if scaling is not None and scaling.rotary_factor != 1.0:
         cos, sin = cos * scaling.rotary_factor, sin * scaling.rotary_factor
     if interleaved:
-        first, second = x_BSHW.float().unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        first, second = x_BSHW.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.type_as(x_BSHW)
+        x_BSHW = x_BSHW.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(x_BSHW, cos, sin)

@@ -1,0 +1,99 @@
+"""What every operator declares: its reference, the error it is allowed, and its implementations."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.torch_compat import below_autograd
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator and its gradient."""
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    about: str
+    """What it does, in a line."""
+    devices: tuple[str, ...] = ()
+    """Types of devices that it is for; none: all."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Those that it is for; none: all."""
+    why_not: Callable[[], str | None] = lambda: None
+    """Why it cannot be used on this machine, if so."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it is for tensors like this one, and can be used."""
+        if (self.devices and x.device.type not in self.devices) or (self.dtypes and x.dtype not in self.dtypes):
+            return False
+        return self.why_not() is None
+
+
+@dataclass
+class Operator:
+    """A family's operator. `torch.library` knows it as `danlu::<name>`, and its gradient as `…_backward`.
+
+    Every chip runs it as one operator that keeps the same tensors for its gradient, whatever computes it: a dry run, a
+    plan's memory and recompute are the same everywhere.
+    """
+
+    name: str
+    reference: Callable[..., Tensor]
+    """In plain torch, for any device and dtype; in fp64 what all others are compared with. Compilers see this."""
+    allowed_error: Mapping[torch.dtype, float]
+    """Of results and gradients against fp64, as a share of the largest value of each."""
+    implementations: list[Implementation] = field(default_factory=list)
+    """The first is for everything; of those that take a tensor, the last one runs."""
+
+    def implementation(self, x: Tensor) -> Implementation:
+        """The one that runs on a tensor."""
+        return next(each for each in reversed(self.implementations) if each.takes(x))
+
+
+ROUNDING = {torch.float64: 2.0**-44, torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+"""Sixteen roundings of fp64, eight of fp32; of bf16 and fp16 one of the result and one of what is between."""
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in: fp32, or fp64 if inputs are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def define_operator(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Any:
+    """Tell torch of an operator `danlu::<name>`: what runs on every device, and the shapes of its results.
+
+    With `save` and `differentiate`, as `torch.library.register_autograd` has them, it has a gradient. Registered by
+    hand: `torch.library.custom_op` takes three times as long a call, which small models would notice.
+    """
+    torch.library.define(f"danlu::{name}", schema)
+    torch.library.impl(f"danlu::{name}", "CompositeExplicitAutograd")(run)
+    torch.library.register_fake(f"danlu::{name}")(fake)
+    operator = getattr(torch.ops.danlu, name).default
+    if save is None or differentiate is None:
+        return operator
+
+    class Differentiated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with below_autograd():
+                output = operator(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return differentiate(ctx, *gradients)
+
+    torch.library.impl(f"danlu::{name}", "Autograd")(Differentiated.apply)
+    return operator

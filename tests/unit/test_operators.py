@@ -1,0 +1,214 @@
+"""Operators against their references in fp64: results and gradients, over drawn shapes, dtypes and values."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from danlu.framework.decoder.moe import MoeLayer
+from danlu.ops.operators import cpu, experts, gated, norm, rotary
+from danlu.ops.operators import cross_entropy as loss
+from danlu.ops.operators.operator import Operator
+from danlu.parallel.batch import IGNORE_INDEX
+from danlu.parallel.loss import cross_entropy_sum
+from danlu.spec.model import Moe
+
+DRAWN = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+widths = st.integers(1, 70) | st.sampled_from([255, 512, 513, 1024, 1500])
+seeds = st.integers(0, 2**31)
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True, scope="module")
+def implementation(request: pytest.FixtureRequest) -> object:
+    """The compiled kernels, and what runs in their place where there are none."""
+    if request.param == "native":
+        assert cpu.cpu_library() is not None
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cpu, "cpu_library", lambda: None)
+        yield
+
+
+def values(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+def assert_within(
+    operator: Operator, run: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor],
+    dtype: torch.dtype, cancels: float = 0.0,
+) -> None:  # fmt: skip
+    """Result and gradients of inputs of a dtype are as near to those in fp64 as the operator says.
+
+    `cancels`: how large the terms are, for an upstream gradient of one, of which a gradient is the difference.
+    """
+    rounded = [each.to(dtype).requires_grad_() for each in inputs]
+    precise = [each.detach().double().requires_grad_() for each in rounded]
+    found, expected = run(*rounded), exact(*precise)
+    upstream = values(7, *expected.shape).to(found.dtype)
+    found_gradients = torch.autograd.grad(found, rounded, upstream)
+    gradients = torch.autograd.grad(expected, precise, upstream.double())
+    for got, wanted in zip((found.detach(), *found_gradients), (expected.detach(), *gradients), strict=True):
+        assert got.isfinite().all()
+        if wanted.numel() and upstream.numel():
+            largest = max(float(wanted.abs().max()), cancels * float(upstream.abs().max()))
+            assert float((got.double() - wanted).abs().max()) <= operator.allowed_error[dtype] * largest
+
+
+@DRAWN
+@given(st.integers(0, 40), widths, st.sampled_from([0.0, 1.0]), dtypes, st.sampled_from([1e-3, 1.0, 1e3]), seeds)
+def test_rms_norm(rows: int, width: int, offset: float, dtype: torch.dtype, scale: float, seed: int) -> None:
+    inputs = values(seed, rows, width, scale=scale), values(seed + 1, width)
+    assert_within(
+        norm.RMS_NORM,
+        lambda x, weight: norm.rms_norm(x, weight, 1e-6, offset),
+        lambda x, weight: norm.reference(x, weight, 1e-6, offset),
+        inputs,
+        dtype,
+        cancels=float((inputs[0].square().mean(-1).add(1e-6).rsqrt() * (inputs[1] + offset).abs().max()).max())
+        if rows
+        else 0.0,
+    )
+
+
+@DRAWN
+@given(st.sampled_from(["swiglu", "geglu", "clamped_swiglu"]), st.integers(0, 9), widths, dtypes,
+       st.sampled_from([0.1, 1.0, 30.0]), seeds)  # fmt: skip
+def test_gated_product(activation: str, rows: int, width: int, dtype: torch.dtype, scale: float, seed: int) -> None:
+    inputs = values(seed, rows, width, scale=scale), values(seed + 1, rows, width)
+    assert_within(
+        gated.GATED_PRODUCT,
+        lambda gate, up: gated.gated_product(gate, up, activation),
+        lambda gate, up: gated.reference(gate, up, activation),
+        inputs,
+        dtype,
+    )
+
+
+@DRAWN
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(1, 40), st.booleans(), dtypes, seeds)
+def test_rotate(
+    sequences: int, length: int, heads: int, half: int, per_token: bool, dtype: torch.dtype, seed: int
+) -> None:
+    angle = values(seed + 1, *((sequences,) if per_token else ()), length, half, scale=3.0)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    assert_within(
+        rotary.ROTATE,
+        lambda x: rotary.rotate(x, cos, sin),
+        lambda x: rotary.reference(x, cos.double(), sin.double()),
+        [values(seed, sequences, length, heads, 2 * half)],
+        dtype,
+    )
+
+
+@DRAWN
+@given(st.integers(1, 20), widths, dtypes, st.sampled_from([1.0, 20.0]), st.booleans(), seeds)
+def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype, scale: float, ignored: bool, seed: int) -> None:
+    logits = values(seed, 1, rows, vocabulary, scale=scale).to(dtype)
+    targets = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(seed))
+    if ignored:
+        targets[0, ::2] = IGNORE_INDEX
+    counted = targets[0] != IGNORE_INDEX
+    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    found = cross_entropy_sum(mine, targets, None)
+    expected = loss.reference(exact[0][counted], targets[0][counted]).sum()
+    (found * 3.0).backward()
+    (expected * 3.0).backward()
+    assert mine.grad is not None
+    assert exact.grad is not None
+    assert abs(float(found.detach()) - float(expected.detach())) <= 2.0**-20 * rows * max(
+        1.0, float(exact.detach().abs().max())
+    )
+    bound = loss.CROSS_ENTROPY.allowed_error[dtype] * 3.0
+    assert float((mine.grad.double() - exact.grad).abs().max()) <= bound
+
+
+def test_what_is_not_a_number_stays_visible() -> None:
+    x = torch.randn(4, 600)
+    x[1, 599] = math.nan
+    x[2, 0] = math.inf
+    weight = torch.ones(600)
+    assert norm.rms_norm(x, weight, 1e-6).isnan().any(1).tolist() == [False, True, True, False]
+    assert gated.gated_product(x, torch.ones_like(x), "swiglu").isnan().sum() == 1
+    targets = torch.zeros(1, 4, dtype=torch.int64)
+    assert cross_entropy_sum(x[None], targets, None).isnan()
+    assert cross_entropy_sum(x[None, :1], targets[:, :1], None).isfinite()
+    assert gated.gated_product(x.bfloat16(), torch.ones_like(x).bfloat16(), "geglu").isnan().sum() == 1
+
+
+def test_extremes_of_the_activation() -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, 1e30])
+    expected = gated.reference(gate.double(), torch.ones(9).double(), "swiglu").float()
+    torch.testing.assert_close(gated.gated_product(gate, torch.ones(9), "swiglu"), expected, rtol=1e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
+    def of(*shape: int) -> Tensor:
+        return values(1, *shape).to(dtype).requires_grad_()
+
+    ops, checks = torch.ops.danlu, ("test_schema", "test_autograd_registration", "test_faketensor")
+    angle = torch.linspace(0, 3, 20).view(5, 4)
+    targets, sums = torch.arange(4), torch.ones(4)
+    cases: list[tuple[object, tuple[object, ...]]] = [
+        (ops.rms_norm.default, (of(3, 8), of(8), 1e-6, 0.0)),
+        (ops.rms_norm_backward.default, (of(3, 8).detach(), of(3, 8).detach(), of(8).detach(), torch.ones(3), 0.0)),
+        (ops.gated_product.default, (of(3, 8), of(3, 8), "swiglu")),
+        (ops.gated_product_backward.default, (*(of(3, 8).detach() for _ in range(3)), "geglu")),
+        (ops.rotate.default, (of(2, 5, 3, 8), angle.cos(), angle.sin())),
+        (ops.softmax_sums.default, (of(4, 9).detach(), targets, 0)),
+        (ops.cross_entropy_backward.default, (of(4, 9).detach(), targets, sums, sums, sums, 0)),
+    ]
+    for operator, arguments in cases:
+        torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+@DRAWN
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 5), st.booleans(), dtypes,
+    st.sampled_from([experts.PaddedProducts, experts.GroupedProducts]), seeds,
+)  # fmt: skip
+def test_expert_products(
+    counts: list[int], inputs: int, outputs: int, biased: bool, dtype: torch.dtype, way: Callable[..., Any], seed: int
+) -> None:
+    """Every way gives what the loop gives; experts without a token, and none at all, are among them."""
+    width, hidden = 8 * inputs, 8 * outputs
+    x, weight = values(seed, sum(counts), width).to(dtype), values(seed + 1, len(counts), width, hidden).to(dtype)
+    bias = values(seed + 2, len(counts), hidden).to(dtype) if biased else None
+    results = []
+    for products in (experts.LoopedProducts(counts), _products(way, counts)):
+        leaves = [each.clone().requires_grad_() for each in (x, weight, *([] if bias is None else [bias]))]
+        y = products.leave(products.product(products.enter(leaves[0]), leaves[1], None if bias is None else leaves[2]))
+        results.append((y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=8 * torch.finfo(dtype).eps, atol=32 * torch.finfo(dtype).eps)
+
+
+def _products(way: Callable[..., Any], counts: list[int]) -> Any:
+    return way(torch.tensor(counts)) if way is experts.GroupedProducts else way(counts)
+
+
+def test_a_chip_is_not_waited_for() -> None:
+    """Tensors of the meta device stand for those of a chip: reading the value of one is an error."""
+    with torch.device("meta"):
+        layer = MoeLayer(16, Moe(experts=4, top_k=2, width=8), "swiglu", None).to(torch.bfloat16)
+        x = torch.empty(1, 6, 16, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.experts.down.grad is not None
+    with pytest.raises(RuntimeError, match="meta"):
+        layer.router.load_E.tolist()
+
+
+def test_little_padding_is_one_product_and_much_is_not() -> None:
+    x = torch.randn(12, 8)
+    assert isinstance(experts.expert_products(x, [4, 4, 4]), experts.PaddedProducts)
+    assert isinstance(experts.expert_products(x, [10, 1, 1]), experts.LoopedProducts)
+    assert isinstance(experts.expert_products(x, torch.tensor([4, 4, 4])), experts.GroupedProducts)
+    assert isinstance(experts.expert_products(x[:, :3], torch.tensor([4, 4, 4])), experts.PaddedProducts)
