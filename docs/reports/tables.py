@@ -224,7 +224,8 @@ def level_collectives(report: Report) -> str:
     cases: dict[tuple[str, int, int], dict[str, Any]] = {}
     for row in report["figures"]["rows"]:
         if row["bytes"] in (4 << 10, 4 << 20, 64 << 20, 256 << 20):
-            cases.setdefault((row["operation"], row["ranks"], row["bytes"]), {"bound": row["bound"]})[row["method"]] = row
+            case = cases.setdefault((row["operation"], row["ranks"], row["bytes"]), {"bound": row["bound"]})
+            case[row["method"]] = row
     rows = [
         [
             operation,

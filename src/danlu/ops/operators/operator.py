@@ -80,9 +80,14 @@ def define_operator(
     torch.library.impl(f"danlu::{name}", "CompositeExplicitAutograd")(run)
     torch.library.register_fake(f"danlu::{name}")(fake)
     operator = getattr(torch.ops.danlu, name).default
-    if save is None or differentiate is None:
-        return operator
+    if save is not None and differentiate is not None:
+        torch.library.impl(f"danlu::{name}", "Autograd")(_differentiable(operator, save, differentiate))
+    return operator
 
+
+def _differentiable(
+    operator: Callable[..., Any], save: Callable[..., None], differentiate: Callable[..., Any]
+) -> Callable[..., Any]:
     class Differentiated(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -95,5 +100,4 @@ def define_operator(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return differentiate(ctx, *gradients)
 
-    torch.library.impl(f"danlu::{name}", "Autograd")(Differentiated.apply)
-    return operator
+    return Differentiated.apply
