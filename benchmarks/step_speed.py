@@ -48,7 +48,7 @@ from danlu.spec.plan import fully_sharded_plan
 from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, PrecisionConfig, Recipe
 
 EAGER_BAR, COMPILED_BAR = 1.5, 1.1
-TURNS, QUICK_TURNS = 11, 3
+TURNS, QUICK_TURNS = 7, 3
 WARM_UP = 2
 LENGTH, SEQUENCES = 256, 2
 MODELS = {

@@ -114,7 +114,7 @@ def test_a_document_is_rotated_as_if_it_were_alone() -> None:
 
 def test_what_is_ignored_adds_no_loss_and_no_gradient() -> None:
     logits = torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    found = cross_entropy_sum(logits, targets(), None, masked=True)
+    found = cross_entropy_sum(logits, targets(), None)
     probabilities = logits.detach().log_softmax(-1)
     pairs = [(r, c, t) for r, row in enumerate(TARGETS) for c, t in enumerate(row) if t is not None]
     assert found.item() == pytest.approx(-sum(float(probabilities[pair]) for pair in pairs), rel=1e-6)

@@ -63,14 +63,15 @@ def test_scaling_loses_no_bit(moe: bool) -> None:
 
 
 def test_small_gradients_survive() -> None:
-    """Without a scale most of them are zero in fp16: that is what it is for."""
-    scaled, bare = trained(FP16), trained(FP16.model_copy(update={"loss_scale": LossScaleConfig(initial=1.0)}))
+    """Gradients of which many are zero in fp16, because a scale makes them small, are far less exact."""
+    tiny = LossScaleConfig(growth_interval=1000).model_copy(update={"initial": 2.0**-14})
+    scaled, bare = trained(FP16), trained(FP16.model_copy(update={"loss_scale": tiny}))
     full = trained(PrecisionConfig())
 
     def error(run: Run) -> float:
         return sum(abs(a.norm - b.norm) for a, b in zip(run.reports, full.reports, strict=True))
 
-    assert error(scaled) <= error(bare)
+    assert error(scaled) <= 0.1 * error(bare)
 
 
 def test_overflows_are_skipped_until_the_scale_fits_and_are_no_divergence() -> None:

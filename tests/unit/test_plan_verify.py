@@ -107,12 +107,12 @@ def test_without_a_number_the_two_best_are_run(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.compile. is true")
 def test_compiled_blocks_are_compared_as_the_dry_run_runs_them(found: tuple[LayoutVerification, DryRun]) -> None:
-    """Eagerly; the memory of the device is smaller by what a compiler saves."""
+    """Eagerly; the memory of the device is no more, operators keep no more than a compiler's kernels."""
     one, run = found
     candidate = one.priced_plan.candidate
     schedule = candidate.schedule._replace(compile=True, regather_inputs=False)
     compiled = price_plan(one.priced_plan.request, candidate._replace(schedule=schedule).plan())
     same = verify_layout(compiled, run)
     assert [line.ratio for line in same.figures] == [line.ratio for line in one.figures]
-    assert same.device_bytes < one.device_bytes
+    assert same.device_bytes <= one.device_bytes
     assert same.device_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)

@@ -120,7 +120,7 @@ def test_leanest_takes_fewest_bytes() -> None:
 
 
 def test_sequences_grow_until_nothing_fits() -> None:
-    found = sweep_sequence_length(question(chips=4, cluster=machine(nodes=1, memory=16e9), sequences=64), search)
+    found = sweep_sequence_length(question(chips=4, cluster=machine(nodes=1, memory=10e9), sequences=64), search)
     assert found[-1][1] is None
     assert all(choice is not None and choice.fits for _, choice in found[:-1])
     assert [length for length, _ in found] == [2048 * 2**power for power in range(len(found))]

@@ -52,7 +52,7 @@ def test_a_plan_names_its_precision_and_warns_of_fp32(recipe: Path, tmp_path: Pa
     assert code == 0, said
     head = shown.splitlines()[0]
     assert "llama3-8b in fp32, peak 19.5 TFLOP/s a chip, on 32 of the 3,072 chips" in head
-    warning = 'fp32: 19.5 of 312 TFLOP/s a chip; the same layout with [precision] compute = "bf16" is predicted 12.'
+    warning = 'fp32: 19.5 of 312 TFLOP/s a chip; the same layout with [precision] compute = "bf16" is predicted 13.'
     assert warning in shown.splitlines()[1]
     assert "fp32, peak 19.5 TFLOP/s a chip" in page.read_text()
     assert "TFLOP/s a chip; the same layout with" in page.read_text()

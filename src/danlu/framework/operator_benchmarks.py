@@ -17,9 +17,11 @@ from danlu.comm.rank_benchmark import BenchmarkCase
 from danlu.comm.world import World
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.moe import MoeLayer
+from danlu.framework.decoder.norm import RMSNorm
 from danlu.framework.decoder.parallelism import decoder_tp_plan
 from danlu.framework.decoder.rope import apply_rope
 from danlu.framework.optimizer import build_optimizer
+from danlu.ops.operators.gated import gated_product
 from danlu.parallel.grad_norm import clip_grads_with_norm, local_squared_norm
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.parallel.tensor import apply_tp
@@ -98,7 +100,7 @@ def operator_benchmarks(
         for layers in (1, 2):
             yield _tp_benchmark(layers, device, dtype)
 
-    norm = nn.RMSNorm(_WIDTH).to(device, dtype)
+    norm = RMSNorm(_WIDTH, eps=1e-5).to(device, dtype)
     return {
         "matmul": matmul,
         "attention": lambda: heads(False),
@@ -142,7 +144,7 @@ def _products(x: Tensor, weight: Tensor, gradient: Tensor) -> None:
 
 
 def _activate(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    return gated_product(gate, up, "swiglu")
 
 
 def _copy(x: Tensor, y: Tensor) -> Tensor:
