@@ -18,6 +18,8 @@ ROUTED = [each for each in LAYOUTS if recipe(each.model, "none", each.changes).d
 QUICK = ("fsdp, recompute selective", "tp, regathered", "cp", "zbv", "moe ep over tp")
 SCALARS = 64
 """Bytes of single numbers that something else in the process holds."""
+SCRATCH = 16384
+"""Bytes that an operator takes while it runs: the weight of a norm in fp32, and its gradient by thread."""
 ROUTED_SLACK = 0.03
 """A collective between experts that is under way holds its buffers; in the dry run it is done at once."""
 
@@ -59,7 +61,8 @@ def test_peak_bytes_are_those_of_the_allocator(layout: Layout, results: dict[str
 
 def test_most_peaks_are_equal_to_the_byte(results: dict[str, list[dict[str, Any]]]) -> None:
     dense = [result for layout in LAYOUTS if layout not in ROUTED for result in results.get(layout.name, ())]
-    assert sum(abs(min(result["peaks"]) - result["dry_peak"]) <= SCALARS for result in dense) >= 0.8 * len(dense)
+    more = {result["name"]: min(result["peaks"]) - result["dry_peak"] for result in dense}
+    assert sum(abs(each) <= SCALARS + SCRATCH for each in more.values()) >= 0.8 * len(more), more
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, QUICK))

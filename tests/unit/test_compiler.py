@@ -171,8 +171,15 @@ def test_a_wrong_buffer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         block(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("dtype", "moe"),
+    [
+        pytest.param(torch.bfloat16, MOE, id="experts, bf16"),
+        pytest.param(torch.bfloat16, None, id="dense, bf16", marks=pytest.mark.full),
+        pytest.param(torch.float32, MOE, id="experts, fp32", marks=pytest.mark.full),
+        pytest.param(torch.float32, None, id="dense, fp32", marks=pytest.mark.full),
+    ],
+)
 def test_no_false_alarm(dtype: torch.dtype, moe: Moe | None) -> None:
     """Real Inductor, real blocks: two of a kind share one check, and warnings are errors."""
     blocks = [decoder_block(dtype, moe, layer=layer) for layer in range(2)]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from danlu.torch_compat import grouped_mm, is_fake
+from danlu.torch_compat import grouped_mm
 
 _MOST_PADDING = 1.5
 """Rows with padding over rows, up to which one product of padded experts takes less time than one for each."""
@@ -50,8 +50,6 @@ def expert_products(x_ND: Tensor, counts: Sequence[int] | Tensor) -> ExpertProdu
         if groups:
             return GroupedProducts(counts)
         counts = counts.tolist()
-    if is_fake(x_ND):
-        return LoopedProducts(counts)  # operators whose FLOPs and bytes a dry run knows one by one
     if x_ND.device.type == "cpu":
         padded = max(counts, default=0) * len(counts)
         return PaddedProducts(counts) if padded <= _MOST_PADDING * len(x_ND) else LoopedProducts(counts)
@@ -90,7 +88,9 @@ class PaddedProducts:
         self.experts, self.rows = len(counts), max(counts, default=0)
         firsts = [0, *accumulate(counts)][: len(counts)]
         shifts = torch.tensor([expert * self.rows - first for expert, first in enumerate(firsts)])
-        self.place_N = torch.arange(sum(counts)) + shifts.repeat_interleave(torch.tensor(counts))
+        self.place_N = torch.arange(sum(counts)) + shifts.repeat_interleave(
+            torch.tensor(counts), output_size=sum(counts)
+        )
 
     def enter(self, x_ND: Tensor) -> Tensor:
         """Copies at their experts' places, E × C × D."""

@@ -33,7 +33,7 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The hidden features of a gated feed-forward network, by the implementation for these tensors."""
     if torch.compiler.is_compiling():
         return reference(gate, up, activation)
-    hidden: Tensor = torch.ops.danlu.gated_product(gate, up, activation)
+    hidden: Tensor = torch.ops.danlu.gated_product(gate.contiguous(), up.contiguous(), activation)
     return hidden
 
 
@@ -62,7 +62,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *torch.ops.danlu.gated_product_backward(gradient, *ctx.saved_tensors, ctx.activation), None
+    inputs = gradient.contiguous(), *ctx.saved_tensors, ctx.activation
+    return *torch.ops.danlu.gated_product_backward(*inputs), None
 
 
 define_operator(

@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Te
     """`x` over the root of its mean square along the last dim, times `weight_D + offset`."""
     if torch.compiler.is_compiling():
         return reference(x, weight_D, eps, offset)
-    y, _ = torch.ops.danlu.rms_norm(x, weight_D, eps, offset)
+    y, _ = torch.ops.danlu.rms_norm(x.contiguous(), weight_D, eps, offset)  # a copy that a dry run sees
     return y
 
 
@@ -60,7 +60,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float, float], output: tuple[T
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
     x, weight_D, rstd = ctx.saved_tensors
-    return *torch.ops.danlu.rms_norm_backward(gradient, x, weight_D, rstd, ctx.offset), None, None
+    return *torch.ops.danlu.rms_norm_backward(gradient.contiguous(), x, weight_D, rstd, ctx.offset), None, None
 
 
 define_operator(

@@ -29,7 +29,7 @@ def rotate(x_BSHW: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs of features, one of either half, by angles of which cosine and sine are given, in fp32."""
     if torch.compiler.is_compiling():
         return reference(x_BSHW, cos, sin)
-    turned: Tensor = torch.ops.danlu.rotate(x_BSHW, cos, sin)
+    turned: Tensor = torch.ops.danlu.rotate(x_BSHW.contiguous(), cos, sin)
     return turned
 
 
@@ -53,7 +53,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 
 def _differentiate(ctx: Any, gradient_BSHW: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.danlu.rotate_backward(gradient_BSHW, *ctx.saved_tensors), None, None
+    return torch.ops.danlu.rotate_backward(gradient_BSHW.contiguous(), *ctx.saved_tensors), None, None
 
 
 define_operator("rotate", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", _forward, _fake, _save, _differentiate)
