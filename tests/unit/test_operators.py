@@ -22,6 +22,8 @@ DRAWN = settings(max_examples=200, deadline=None, derandomize=True, suppress_hea
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 widths = st.integers(1, 70) | st.sampled_from([255, 512, 513, 1024, 1500])
 seeds = st.integers(0, 2**31)
+NEXT_TO_NOTHING = 1e-6
+"""What smaller values count as: in the tail of an activation e^-x has a relative error that grows with x."""
 
 
 @pytest.fixture(params=["native", "torch"], autouse=True, scope="module")
@@ -60,7 +62,7 @@ def assert_within(
     for got, wanted, term in pairs:
         assert got.isfinite().all()
         if wanted.numel() and upstream.numel():
-            largest = max(float(wanted.abs().max()), term * float(upstream.abs().max()))
+            largest = max(float(wanted.abs().max()), term * float(upstream.abs().max()), NEXT_TO_NOTHING)
             assert float((got.double() - wanted).abs().max()) <= operator.allowed_error[dtype] * largest
 
 
@@ -92,6 +94,7 @@ def test_gated_product(activation: str, rows: int, width: int, dtype: torch.dtyp
         lambda gate, up: gated.reference(gate, up, activation),
         inputs,
         dtype,
+        cancels=1.0,  # GELU's tail is x times the difference of one and a tanh near one
     )
 
 
