@@ -20,11 +20,10 @@ from danlu.compiler.passes import (
     WIDEN_PRODUCTS,
     GraphPass,
     widen_products,
-    widen_products_anywhere,
 )
 
 aten, prims = torch.ops.aten, torch.ops.prims
-WIDEN = replace(WIDEN_PRODUCTS, apply=widen_products_anywhere)
+WIDEN = replace(WIDEN_PRODUCTS, apply=lambda graph: widen_products(graph, {torch.bfloat16, torch.float16}))
 EVERY_PASS = (MERGE_PROJECTIONS, FOLD_CASTS, WIDEN)
 NARROW, WIDE = torch.bfloat16, torch.float32
 
@@ -130,9 +129,10 @@ def test_products_of_16_bits_are_widened_only_where_they_are_emulated(
     monkeypatch.setattr("danlu.compiler.passes.emulated_dtypes", lambda: {torch.bfloat16})
     manager = PassManager([WIDEN_PRODUCTS])
     manager(graph)
-    assert manager.rewrites == ({} if dtype == torch.float32 else {"widen products": 2})
+    widened = dtype == torch.bfloat16
+    assert manager.rewrites == ({"widen products": 2} if widened else {})
     products = [node.meta["val"].dtype for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
-    assert products == [torch.float32, torch.float32]
+    assert products == 2 * [torch.float32 if widened else dtype]
 
 
 # Wrong rewrites: the graph they are planted in, and what they do.
@@ -299,11 +299,17 @@ def test_a_right_rewrite_of_the_same_form_is_applied() -> None:
 
 
 def test_graphs_that_cannot_be_compared_are_left_alone() -> None:
-    graph = make_fx(lambda x: [x.sum(0)], tracing_mode="symbolic")(torch.randn(4, 8)).graph
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    graph = make_fx(lambda x: [x @ x.t()], tracing_mode="symbolic")(x).graph
     assert why_unverifiable(graph) is not None
-    manager = PassManager(ALL_PASSES)
-    manager(graph)
+    manager = PassManager(EVERY_PASS)
+    with pytest.warns(RuntimeWarning, match=r"no graph pass \(widen products\) is applied.*symbolic"):
+        manager(graph)
     assert len(manager.refused) == 1
+    assert manager.rewrites == {}
+    nothing_to_do = make_fx(lambda x: [x.sum(0)], tracing_mode="symbolic")(x).graph
+    manager(nothing_to_do)
+    assert len(manager.refused) == 1, "what no pass would change needs no word"
 
 
 def test_the_cache_key_names_the_passes() -> None:

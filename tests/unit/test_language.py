@@ -18,8 +18,10 @@ from danlu.chips.kernel_targets import INTERPRETER, TARGETS, target_of
 from danlu.language import Kernel, Tile, TileNeeds, tiles_for
 from danlu.language.checking import check_implementation
 from danlu.language.register import checked_implementation, register_kernels, why_no_kernels
+from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
 from danlu.ops.operators.gated import GATED_PRODUCT
 from danlu.ops.operators.norm import RMS_NORM
+from danlu.ops.operators.rotary import ROTATE
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -64,7 +66,7 @@ def test_a_wrong_kernel_is_not_used_and_that_is_said_once(interpreted: dict[str,
     assert runs[0] in ("native", "torch")
 
 
-@pytest.mark.parametrize("operator", [RMS_NORM, GATED_PRODUCT], ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", [RMS_NORM, GATED_PRODUCT, ROTATE, CROSS_ENTROPY], ids=lambda each: each.name)
 def test_the_comparison_accepts_torch_and_finds_what_differs_little(operator: Any) -> None:
     good = operator.implementations[0]
     assert check_implementation(operator, good, "cpu", torch.float32) == []

@@ -149,6 +149,23 @@ def test_what_is_not_a_number_stays_visible() -> None:
     assert gated.gated_product(x.bfloat16(), torch.ones_like(x).bfloat16(), "geglu").isnan().sum() == 1
 
 
+def test_logits_of_minus_infinity_add_nothing() -> None:
+    logits = torch.randn(3, 1700)
+    logits[0, :700] = logits[1, 900:] = -math.inf  # whole blocks of a kernel, at either end
+    targets = torch.tensor([800, 10, 1699])
+    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    found, expected = cross_entropy_sum(mine[None], targets[None], None), loss.reference(exact, targets).sum()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+    found.backward()
+    expected.backward()
+    assert mine.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+    masked = torch.full((1, 1, 700), -math.inf)
+    assert cross_entropy_sum(masked, targets[None, 1:2], None).isnan(), "a target that cannot be is no number"
+    assert loss.softmax_sums(masked[0], targets[1:2], 0)[1].tolist() == [0.0]
+
+
 def test_extremes_of_the_activation() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, 1e30])
     expected = gated.reference(gate.double(), torch.ones(9).double(), "swiglu").float()

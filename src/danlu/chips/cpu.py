@@ -36,7 +36,13 @@ class CpuRuntime:
 
         Products of a dtype that the processor has no instructions for are computed in fp32 (`cpu_products`).
         """
-        compute_products_in_fp32(emulated_dtypes())
+        emulated = emulated_dtypes()
+        if emulated and not compute_products_in_fp32(emulated):
+            warnings.warn(
+                f"this torch ({torch.__version__}) does not let its products in bf16 and fp16 be replaced by those in "
+                "fp32: on this processor, which has no instructions for them, they take two to three times as long",
+                stacklevel=2,
+            )
         if not _keep_freed_memory():
             warnings.warn(
                 "this C library has no glibc mallopt to keep freed memory: every step faults its memory in again",

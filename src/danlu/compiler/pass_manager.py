@@ -32,10 +32,15 @@ class PassManager:
     def __call__(self, graph: Graph) -> None:
         """Apply every pass in place that is sound and equal on this graph; the others leave it as it is."""
         if (reason := why_unverifiable(graph)) is not None:
-            self.refused.append(f"no pass is applied, because its result cannot be compared: {reason}")
+            if wanted := [each.name for each in self.passes if each.apply(copy_graph(graph))]:
+                self._refuse(f"no graph pass ({', '.join(wanted)}) is applied, because it cannot be compared: {reason}")
             return
         for each in self.passes:
             self._apply(each, graph)
+
+    def _refuse(self, message: str) -> None:
+        self.refused.append(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _apply(self, each: GraphPass, graph: Graph) -> None:
         before = copy_graph(graph)
@@ -44,9 +49,7 @@ class PassManager:
             return
         problem = find_structural_problem(before, rewritten) or find_numerical_problem(before, rewritten)
         if problem is not None:
-            message = f"graph pass `{each.name}` is not applied, because its result is not equal: {problem}"
-            self.refused.append(message)
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._refuse(f"graph pass `{each.name}` is not applied, because its result is not equal: {problem}")
             return
         self.rewrites[each.name] = self.rewrites.get(each.name, 0) + each.apply(graph)
         graph.eliminate_dead_code()

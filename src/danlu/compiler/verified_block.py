@@ -94,6 +94,12 @@ class CompiledBlockChecks:
         eager = [runs.run(forward.eager)]
         eager_seconds = time.perf_counter() - began
         if runs.draws_random_numbers:
+            warnings.warn(
+                f"compiled {forward.name} is not compared with eager: it draws random numbers (dropout), and compiled "
+                "code draws others. If its dropout is 0, a wrong compilation would show",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return BlockCheck(
                 block=forward.name,
                 seconds=time.perf_counter() - began,

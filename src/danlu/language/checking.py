@@ -127,15 +127,16 @@ def _cross_entropy(
         (gradient,) = torch.autograd.grad((losses * factors).sum(), (logits,))
         mine, named = values.move(logits), (targets + first).to(device)
         highest, sums, at_target = implementation.forward(mine, named, first)
-        log_sums = highest + sums.log()
         weights = values.move(factors, torch.float32)
-        yield f"of {width} logits", (log_sums - at_target, losses)
+        yield f"of {width} logits", (sums.log() + (highest - at_target), losses)
         yield (
             f"gradient of {width} logits",
-            (implementation.backward(mine, named, log_sums, weights, first), gradient),
+            (implementation.backward(mine, named, highest, sums, weights, first), gradient),
         )
         _, _, elsewhere = implementation.forward(mine, named + width, first)
         yield "of targets held elsewhere", (elsewhere + 1.0, torch.ones(rows, dtype=torch.float64))
+        _, nothing, _ = implementation.forward(torch.full_like(mine, -torch.inf), named, first)
+        yield "of logits that are all -inf", (nothing + 1.0, torch.ones(rows, dtype=torch.float64))
 
 
 _CASES: dict[str, _Check] = {

@@ -51,19 +51,20 @@ def _softmax_sums(
 
 @triton.jit
 def _backward(
-    logits_ptr, targets_ptr, log_sums_ptr, factors_ptr, gradient_ptr, width, first,
+    logits_ptr, targets_ptr, highest_ptr, sums_ptr, factors_ptr, gradient_ptr, width, first,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax minus one at the target, times the row's factor; 0 where that is 0."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row) - first
-    log_sum, factor = tl.load(log_sums_ptr + row), tl.load(factors_ptr + row)
+    highest, factor = tl.load(highest_ptr + row), tl.load(factors_ptr + row)
+    scale = factor / tl.load(sums_ptr + row)  # not through the sum's logarithm, which costs a large logit digits
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         place = row * width + column
         logit = tl.load(logits_ptr + place, mask=column < width, other=float("-inf")).to(tl.float32)
-        share = tl.exp(logit - log_sum) - tl.where(column == target, 1.0, 0.0)
-        gradient = tl.where(factor == 0.0, 0.0, share * factor)  # 0 times what is not a number would stay that
+        gradient = tl.exp(logit - highest) * scale - tl.where(column == target, factor, 0.0)
+        gradient = tl.where(factor == 0.0, 0.0, gradient)  # 0 times what is not a number would stay that
         tl.store(gradient_ptr + place, gradient.to(gradient_ptr.dtype.element_ty), mask=column < width)
 
 
@@ -93,8 +94,8 @@ SOFTMAX_SUMS = Kernel(
 CROSS_ENTROPY_BACKWARD = Kernel(
     name="cross_entropy_backward",
     function=_backward,
-    arguments={"logits_ptr": "*x", "targets_ptr": "*i64", "log_sums_ptr": "*fp32", "factors_ptr": "*fp32",
-               "gradient_ptr": "*x", "width": "i32", "first": "i32"},
+    arguments={"logits_ptr": "*x", "targets_ptr": "*i64", "highest_ptr": "*fp32", "sums_ptr": "*fp32",
+               "factors_ptr": "*fp32", "gradient_ptr": "*x", "width": "i32", "first": "i32"},
     grid=lambda shapes, constants: (shapes["rows"],),
     tiles=_TILES,
     constants=_constants,
@@ -113,11 +114,11 @@ def softmax_sums(logits_NV: Tensor, targets_N: Tensor, first: int) -> tuple[Tens
 
 
 def cross_entropy_backward(
-    logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, factors_N: Tensor, first: int
+    logits_NV: Tensor, targets_N: Tensor, highest_N: Tensor, sums_N: Tensor, factors_N: Tensor, first: int
 ) -> Tensor:
     """The gradient of the logits, in their dtype."""
     rows, width = logits_NV.shape
     gradient_NV = torch.empty_like(logits_NV)
-    tensors = logits_NV, targets_N, log_sums_N.float(), factors_N.float(), gradient_NV
+    tensors = logits_NV, targets_N, highest_N, sums_N, factors_N.float(), gradient_NV
     launch(CROSS_ENTROPY_BACKWARD, {"rows": rows, "width": width}, logits_NV, *tensors, width, first)
     return gradient_NV

@@ -292,9 +292,10 @@ KERNEL void softmax_sums_rows(const void *logits, const int64_t *targets, float 
             float block_top = buffer[0];
             for (int64_t i = 1; i < size; i++) block_top = buffer[i] > block_top ? buffer[i] : block_top;
             float higher = block_top > top ? block_top : top, sum = 0;
+            float base = higher == -INFINITY ? 0.0f : higher; /* nothing but -inf so far: they add 0 */
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += exp_fast(buffer[i] - higher);
-            total = total * (top == -INFINITY ? 0.0f : exp_fast(top - higher)) + sum;
+            for (int64_t i = 0; i < size; i++) sum += exp_fast(buffer[i] - base);
+            total = total * exp_fast(top - base) + sum;
             top = higher;
         }
         highest[row] = top;

@@ -33,7 +33,8 @@ CROSS_ENTROPY = Operator(
 def _forward(logits_NV: Tensor, targets_N: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """The highest logit of every row, the sum of exp(logit - highest), and the logit at its target, all in fp32.
 
-    The columns are those from `first` on; a target that is not among them has 0.
+    The columns are those from `first` on; a target that is not among them has 0. A sum of nothing but -inf is 0: other
+    parts of the vocabulary may have more.
     """
     return CROSS_ENTROPY.implementation(logits_NV).forward(logits_NV.contiguous(), targets_N.contiguous(), first)
 
@@ -78,7 +79,8 @@ def _torch_forward(logits_NV: Tensor, targets_N: Tensor, first: int) -> tuple[Te
         highest_N = wide_NV.amax(1)
         column_N, held_N = _held(targets_N[rows], first, wide_NV.shape[1])
         target_N = torch.where(held_N, wide_NV.gather(1, column_N[:, None])[:, 0], 0.0)
-        parts.append((highest_N, (wide_NV - highest_N[:, None]).exp_().sum(1), target_N))
+        base_N = highest_N.masked_fill(highest_N == -torch.inf, 0.0)
+        parts.append((highest_N, (wide_NV - base_N[:, None]).exp_().sum(1), target_N))
     highest_N, sums_N, target_N = (torch.cat(each) for each in zip(*parts, strict=True))
     return highest_N, sums_N, target_N
 
