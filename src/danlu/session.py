@@ -43,6 +43,7 @@ from danlu.framework.train_data import TrainData
 from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights
 from danlu.language.register import use_kernels
+from danlu.ops.operators.routing import route_operators
 from danlu.spec import (
     Cluster,
     EndEvent,
@@ -114,6 +115,7 @@ class Session:
         self.chip = find_chip(self.cluster.chip.kind if self.cluster else None)
         device = self.chip.runtime.set_device(rank_info.local_rank)
         use_kernels(device)
+        route_operators(plan.operators, device)
         backend = _backend(self.chip, rank_info)
         generation = order.generation if order else generation
         self.link.report_generation(generation)

@@ -89,7 +89,8 @@ TARGETS: dict[str, KernelTarget] = {
         ),
     )
 }
-"""By name. Shared memory and registers: NVIDIA's table of compute capabilities, AMD's ISA guides of CDNA 3 and 4."""
+"""By name. NVIDIA's programming guide, table of compute capabilities; AMD's "GPU specifications" of ROCm (units, lanes,
+shared memory) and its ISA guides of CDNA 3 and 4 (registers)."""
 
 INTERPRETER = KernelTarget(
     name="interpreter", backend="", arch="", lanes=1, shared_bytes=48 << 10, registers=128, compute_units=3

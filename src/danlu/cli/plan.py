@@ -7,7 +7,9 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from danlu.cli.option_rules import OptionCheckingCommand
-from danlu.spec.load import load_cluster, load_recipe
+from danlu.spec.cluster import Cluster, Dtype
+from danlu.spec.load import load_cluster, load_operator_table, load_recipe
+from danlu.spec.operator_table import OperatorTable, with_operator_times
 from danlu.spec.problem import expected_from, format_value
 from danlu.spec.quantity import IN_FILE, Mtbf
 
@@ -73,6 +75,14 @@ def plan(
             max=0.9,
         ),
     ] = None,
+    operators: Annotated[
+        Path | None,
+        typer.Option(
+            help="Times of operators that `danlu ops tune` measured: predict with the fastest, and choose them in the "
+            "plan. For a cluster that `danlu probe` measured.",
+            metavar="OPS.toml",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan.", metavar="PLAN.toml")] = None,
     page: Annotated[
         Path | None, typer.Option("--html", help="Write a page with pictures.", metavar="PAGE.html")
@@ -93,6 +103,9 @@ def plan(
 
     try:
         read, machine = load_recipe(recipe), load_cluster(cluster)
+        measured = None if operators is None else load_operator_table(operators)
+        if measured is not None:
+            machine = _with_times(machine, measured, read.precision.compute)
         request = PlanRequest(
             recipe=read,
             cluster=machine,
@@ -108,7 +121,11 @@ def plan(
                 "predicted; omit --mtbf, or add a tier to the cluster's file"
             )
         context = modes.PlanContext(
-            request=request, mtbf=between_failures, search_function=search_with_progress, as_json=as_json
+            request=request,
+            mtbf=between_failures,
+            search_function=search_with_progress,
+            as_json=as_json,
+            operators=measured.fastest if measured else {},
         )
         if why_not:
             modes.show_why_not(context, why_not)
@@ -133,6 +150,22 @@ def plan(
     except PlanRequestError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+
+
+def _with_times(machine: Cluster, table: OperatorTable, dtype: Dtype) -> Cluster:
+    from danlu.planner import PlanRequestError
+
+    if table.chip != machine.chip.kind:
+        raise PlanRequestError(
+            f"--operators: must be of chip {machine.chip.kind}, as cluster {machine.name} is, but is of {table.chip}: "
+            "run `danlu ops tune` on one of its chips"
+        )
+    if dtype not in machine.chip.operators:
+        raise PlanRequestError(
+            f"--operators has no effect with cluster {machine.name}: its operators were not measured in {dtype}, so "
+            "predictions do not add up single ones; measure the chip with `danlu probe`"
+        )
+    return with_operator_times(machine, table, dtype)
 
 
 def _seconds(text: str) -> float | None:

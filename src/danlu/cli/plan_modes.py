@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from danlu.report.plan_confidence import band_text, fit_chance_text, step_text, 
 from danlu.report.terminal import Console
 from danlu.spec import toml
 from danlu.spec.load import read_plan
+from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.problem import SpecError
 from danlu.spec.rank_placement import PlacementError
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
@@ -36,6 +38,8 @@ class PlanContext:
     mtbf: float | None
     search_function: SearchFunction
     as_json: bool
+    operators: Mapping[RoutedOperator, str] = field(default_factory=dict)
+    """Implementations that were measured to be the fastest, for the plan that is written."""
 
     def search(self, request: PlanRequest | None = None, shown: int = 1, tie_width: float = TIE_WIDTH) -> SearchResult:
         """Search; raises `PlanRequestError` with the reason if nothing fits."""
@@ -47,6 +51,12 @@ class PlanContext:
     def goodput(self, request: PlanRequest | None = None) -> Goodput | None:
         """Expected goodput."""
         return goodput(request or self.request, self.mtbf)
+
+    def plan_text(self, chosen: PricedPlan, expected: Goodput | None) -> str:
+        """The plan as its file has it. A compiler makes its own kernels: with `compile` nothing is chosen."""
+        plan = tables.plan_with_prediction(chosen, expected)
+        operators = {} if plan.compile else dict(self.operators)
+        return toml.dumps(plan.model_copy(update={"operators": operators}))
 
     def show(self, view: Any, value: dict[str, Any]) -> None:
         """Print tables, or JSON."""
@@ -101,7 +111,7 @@ def show_best(context: PlanContext, out: Path | None, page: Path | None, open_pa
         tables.result_view(result, found, rejections, expected), tables.result_json(result, found, rejections, expected)
     )
     if out is not None:
-        write_text(out, toml.dumps(tables.plan_with_prediction(chosen, expected)))
+        write_text(out, context.plan_text(chosen, expected))
     if page is not None:
         from danlu.report.plan_page import plan_page
 

@@ -9,10 +9,9 @@ from danlu.cli.plan_modes import PlanContext, write_text
 from danlu.comm.rank_layout import dense_ranks
 from danlu.planner.pricing import PricedPlan
 from danlu.planner.verify import LayoutVerification, first_accepted, pp_ranks_to_run, verify_layout
-from danlu.report.plan_tables import degrees_text, plan_with_prediction
+from danlu.report.plan_tables import degrees_text
 from danlu.report.plan_verify_tables import verification_json, verification_view
 from danlu.report.terminal import Console
-from danlu.spec import toml
 
 
 def verify_best(context: PlanContext, number: int, out: Path | None) -> None:
@@ -24,7 +23,7 @@ def verify_best(context: PlanContext, number: int, out: Path | None) -> None:
     if chosen is None:
         raise typer.Exit(1)
     if out is not None:
-        write_text(out, toml.dumps(plan_with_prediction(chosen.priced_plan, goodput)))
+        write_text(out, context.plan_text(chosen.priced_plan, goodput))
 
 
 def _run_all(plans: tuple[PricedPlan, ...]) -> list[LayoutVerification]:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from danlu.comm.store_token import StoreTokenError, make_token, read_token, user_token_path
 from danlu.cost.stragglers import slowest_chip_lag
 from danlu.report.formatting import flop_rate, size
+from danlu.report.progress_bar import count_bar
 from danlu.report.terminal import Console
 from danlu.spec import Chip, Cluster, NetworkLevel, OperatorName, SpecError, StorageTier, TimingCurve, load_cluster
 from danlu.spec.toml import dumps
@@ -209,7 +210,7 @@ def _measure(
         typer.echo(f"warning: {busy}: results will be too low; probe an idle machine", err=True)
     if probe_rank is None:
         _stay_on_loopback()
-    with _progress() as progress:
+    with count_bar() as progress:
         settings = QUICK if quick else THOROUGH
         fanouts = probe_rank.levels if probe_rank else (("node", ranks),)
         task = progress.add_task("starting ranks", total=len(measurement_names(fanouts, settings)) + 1)
@@ -242,11 +243,6 @@ def _stay_on_loopback() -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _step_callback(progress: Progress, task: TaskID) -> Callable[[str], None]:

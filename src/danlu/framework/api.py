@@ -238,6 +238,9 @@ def _check_axes(plan: Plan) -> None:
     if plan.reduce_gradients is not None:
         message = f'is "{plan.reduce_gradients}", but your loop calls backward, and nothing here would read it'
         raise CustomModelError("reduce_gradients", message, "call the module's set_requires_gradient_sync yourself")
+    if plan.operators:
+        message = f"chooses {', '.join(plan.operators)}, but your module computes with its own operators"
+        raise CustomModelError("operators", message, "leave it out, or train with a recipe")
     if plan.shard_optimizer_over_replicas:
         message = "is true, but the optimizer is yours, and nothing here would shard its states"
         raise CustomModelError("shard_optimizer_over_replicas", message, "leave it out, or train with a recipe")

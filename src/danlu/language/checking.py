@@ -13,7 +13,7 @@ from danlu.ops.operators.operator import Implementation, Operator
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """A result that is farther from the reference in fp64 than its operator allows."""
 
     case: str
@@ -32,13 +32,13 @@ Results = dict[str, tuple[Tensor, Tensor]]
 
 def check_implementation(
     operator: Operator, implementation: Implementation, device: torch.device | str, dtype: torch.dtype
-) -> list[Difference]:
+) -> list[Deviation]:
     """What an implementation computes otherwise than its operator's reference in fp64 on the host; empty if nothing."""
     if operator.name not in _CASES:
         raise ValueError(f"`operator` must be one of {', '.join(_CASES)}, but is {operator.name} instead")
     allowed = operator.allowed_error[dtype]
     return [
-        Difference(f"{operator.name} {case}", dtype, error, allowed)
+        Deviation(f"{operator.name} {case}", dtype, error, allowed)
         for case, (found, expected) in _CASES[operator.name](operator, implementation, torch.device(device), dtype)
         if not (error := relative_error(found, expected)) <= allowed
     ]

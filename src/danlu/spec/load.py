@@ -16,6 +16,7 @@ from danlu.spec.cluster import Cluster
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.description import SpecModel
 from danlu.spec.model import Model
+from danlu.spec.operator_table import OperatorTable
 from danlu.spec.overrides import apply_overrides
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem, SpecError, closest_name, format_key, format_value, problem_at, suggest_name
@@ -52,6 +53,11 @@ def load_recipe(path: Path) -> Recipe:
 def load_plan(path: Path) -> Plan:
     """Read a plan."""
     return read_plan(path).value
+
+
+def load_operator_table(path: Path) -> OperatorTable:
+    """Read what `danlu ops tune` wrote."""
+    return _read(path, OperatorTable).value
 
 
 def load_cluster(name_or_path: str) -> Cluster:

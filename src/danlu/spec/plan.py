@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from danlu.spec.cluster import MAX_CHIPS
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.names import Label
+from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.quantity import Bytes, Seconds
 from danlu.spec.recompute import Recompute, RecomputeLayers, RecomputeMode
 
@@ -144,6 +145,9 @@ class Plan(SpecModel):
 
     Or by layer, `{full = "0-15", selective = "16, 20-23"}`: layers that are not named recompute nothing.
     """
+    operators: dict[RoutedOperator, Label] = Field(default_factory=dict)
+    """Which implementation of an operator runs, such as `{rms_norm = "torch"}`: `danlu ops` lists them, and `danlu ops
+    tune` measures which is fastest. Omitted operators run the one that was made for the chip."""
     compile: bool = False
     """Compile every block with torch.compile."""
     check_compiled: bool = True

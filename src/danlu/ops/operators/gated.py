@@ -27,7 +27,9 @@ def reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 # Where a gate is far from zero, the slope of its activation is a small difference of large terms.
-GATED_PRODUCT = Operator("gated_product", reference, ROUNDING | {torch.float32: 2.0**-18})
+GATED_PRODUCT = Operator(
+    "gated_product", reference, ROUNDING | {torch.float32: 2.0**-18}, settings=(("swiglu",), ("swiglu",))
+)
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -23,7 +23,7 @@ def reference(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> T
     return F.rms_norm(x.to(scale_D.dtype), tuple(weight_D.shape), scale_D, eps).type_as(x)
 
 
-RMS_NORM = Operator("rms_norm", reference, ROUNDING)
+RMS_NORM = Operator("rms_norm", reference, ROUNDING, settings=((1e-6, 0.0), (0.0,)), whole_inputs=((1,), (2,)))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:

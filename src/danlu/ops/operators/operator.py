@@ -1,5 +1,6 @@
 """What every operator declares: its reference, the error it is allowed, and its implementations."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +29,13 @@ class Implementation:
 
     def takes(self, x: Tensor) -> bool:
         """Whether it is for tensors like this one, and can be used."""
-        if (self.devices and x.device.type not in self.devices) or (self.dtypes and x.dtype not in self.dtypes):
-            return False
-        return self.why_not() is None
+        return (not self.dtypes or x.dtype in self.dtypes) and self.why_not_on(x.device.type) is None
+
+    def why_not_on(self, device_type: str) -> str | None:
+        """Why it does not run on a type of device of this machine; None if it does."""
+        if self.devices and device_type not in self.devices:
+            return f"it is for {', '.join(self.devices)}"
+        return self.why_not()
 
 
 @dataclass
@@ -48,9 +53,24 @@ class Operator:
     """Of results and gradients against fp64, as a share of the largest value of each."""
     implementations: list[Implementation] = field(default_factory=list)
     """The first is for everything; of those that take a tensor, the last one runs."""
+    settings: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+    """What follows the tensors in a call, forward and backward, when implementations are measured."""
+    whole_inputs: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Tensors, by place, that have no rows to be more or fewer of: weights."""
+    chosen: Implementation | None = None
+    """What a plan asks for."""
 
     def implementation(self, x: Tensor) -> Implementation:
         """The one that runs on a tensor."""
+        if self.chosen is not None:
+            if self.chosen.takes(x):
+                return self.chosen
+            warnings.warn(
+                f"{self.name}: the plan asks for {self.chosen.name}, which does not take {x.dtype} on {x.device.type}: "
+                "what is chosen without a plan runs instead, at a cost that nobody has measured",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return next(each for each in reversed(self.implementations) if each.takes(x))
 
 

@@ -12,6 +12,7 @@ from danlu.spec.rules.matmul import (
     MATMUL_RULES,
 )
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
+from danlu.spec.rules.operators import CUSTOM_OPERATOR_RULES, OPERATOR_RULES
 from danlu.spec.rules.optimizer import OPTIMIZER_RULES, group_patterns_match, group_problems
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.recipe import DECODER_SETTING_RULES, SETTING_RULES, precision_module_names
@@ -30,6 +31,7 @@ PLAN_RULES = (
     *STATE_SHARDING_RULES,
     *CONTEXT_RULES,
     *EXPERT_DISPATCH_RULES,
+    *OPERATOR_RULES,
     *MAPPING_RULES,
 )
 """Rules inside a plan."""
@@ -37,7 +39,7 @@ LAYOUT_RULES = (*BATCH_RULES, *MATMUL_LAYOUT_RULES, *STATE_SHARDING_LAYOUT_RULES
 """Rules between a recipe and a plan."""
 DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *DECODER_REGATHER_RULES, *DECODER_MATMUL_LAYOUT_RULES)
 """The same, where the model is described by its shape."""
-CUSTOM_LAYOUT_RULES = (*CUSTOM_AXIS_RULES, *CUSTOM_REGATHER_RULES)
+CUSTOM_LAYOUT_RULES = (*CUSTOM_AXIS_RULES, *CUSTOM_REGATHER_RULES, *CUSTOM_OPERATOR_RULES)
 """The same, where the model is a custom module."""
 
 __all__ = [

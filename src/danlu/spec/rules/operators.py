@@ -1,0 +1,39 @@
+"""Rules of `operators`: where a choice of implementations would be read by nothing."""
+
+from collections.abc import Iterator
+
+from danlu.spec.load import ParsedSpec
+from danlu.spec.plan import Plan
+from danlu.spec.problem import Problem
+from danlu.spec.recipe import Recipe
+from danlu.spec.rules.pipeline import PlanRule
+from danlu.spec.rules.shape import LayoutRule
+
+_IN_BLOCKS = ("gated_product", "rotate")
+"""Operators of blocks alone; a norm also stands before the head."""
+
+
+def compiled_blocks_choose_nothing(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """A compiler makes its own kernels of what a block computes."""
+    for name in _IN_BLOCKS:
+        if plan.value.compile and name in plan.value.operators:
+            yield plan.problem(
+                f"operators.{name}",
+                f'is "{plan.value.operators[name]}", but `compile` is true, and compilers make their own kernel of it',
+                "remove it, or compile = false",
+            )
+
+
+def custom_models_call_their_own(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Of a custom model only the loss is Danlu's."""
+    for name, implementation in plan.value.operators.items():
+        if name != "cross_entropy":
+            yield plan.problem(
+                f"operators.{name}",
+                f'is "{implementation}", but a custom model (`model.factory`) computes with its own modules',
+                "remove it, or describe the model by its shape",
+            )
+
+
+OPERATOR_RULES: tuple[PlanRule, ...] = (compiled_blocks_choose_nothing,)
+CUSTOM_OPERATOR_RULES: tuple[LayoutRule, ...] = (custom_models_call_their_own,)
