@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from danlu.framework.decoder.moe import MoeLayer
+from danlu.memory.recompute import RecomputeRegion, apply_recompute
 from danlu.ops.operators import cpu, experts, gated, norm, rotary
 from danlu.ops.operators import cross_entropy as loss
 from danlu.ops.operators.operator import Operator
@@ -35,6 +37,7 @@ def implementation(request: pytest.FixtureRequest) -> object:
         return
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cpu, "cpu_library", lambda: None)
+        patched.setattr(cpu, "_grouped_mm_library", lambda: None)
         yield
 
 
@@ -188,6 +191,7 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
         (ops.rotate.default, (of(2, 5, 3, 8), angle.cos(), angle.sin())),
         (ops.softmax_sums.default, (of(4, 9).detach(), targets, 0)),
         (ops.cross_entropy_backward.default, (of(4, 9).detach(), targets, sums, sums, sums, 0)),
+        (ops.grouped_mm.default, (of(5, 8), of(2, 8, 4), [2, 3])),
     ]
     for operator, arguments in cases:
         torch.library.opcheck(operator, arguments, test_utils=checks)
@@ -195,20 +199,53 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
 
 @DRAWN
 @given(
+    st.lists(st.integers(0, 9) | st.sampled_from([0, 40]), min_size=1, max_size=6), st.integers(1, 40), widths, dtypes,
+    seeds,
+)  # fmt: skip
+def test_grouped_mm(counts: list[int], width: int, hidden: int, dtype: torch.dtype, seed: int) -> None:
+    """Experts without a token, and none at all, are among them."""
+    inputs = values(seed, sum(counts), width), values(seed + 1, len(counts), width, hidden)
+    assert_within(
+        experts.GROUPED_MM,
+        lambda x, weight: experts.CountedProducts(counts)(x, weight, None),
+        lambda x, weight: experts.reference(x, weight, counts),
+        inputs,
+        dtype,
+        cancels=float(hidden**0.5),
+        summed=max(counts),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_mm_of_more_than_one_block(dtype: torch.dtype) -> None:
+    """Of rows, of columns and of what is summed over."""
+    counts = [250, 0, 3]
+    inputs = values(1, 253, 600), values(2, 3, 600, 1100)
+    assert_within(
+        experts.GROUPED_MM,
+        lambda x, weight: experts.CountedProducts(counts)(x, weight, None),
+        lambda x, weight: experts.reference(x, weight, counts),
+        inputs,
+        dtype,
+    )
+
+
+@DRAWN
+@given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 5), st.booleans(), dtypes,
-    st.sampled_from([experts.PaddedProducts, experts.GroupedProducts]), seeds,
+    st.sampled_from([experts.CountedProducts, experts.GroupedProducts]), seeds,
 )  # fmt: skip
 def test_expert_products(
     counts: list[int], inputs: int, outputs: int, biased: bool, dtype: torch.dtype, way: Callable[..., Any], seed: int
 ) -> None:
-    """Every way gives what the loop gives; experts without a token, and none at all, are among them."""
+    """Every way gives what the loop gives."""
     width, hidden = 8 * inputs, 8 * outputs
     x, weight = values(seed, sum(counts), width).to(dtype), values(seed + 1, len(counts), width, hidden).to(dtype)
     bias = values(seed + 2, len(counts), hidden).to(dtype) if biased else None
     results = []
     for products in (experts.LoopedProducts(counts), _products(way, counts)):
         leaves = [each.clone().requires_grad_() for each in (x, weight, *([] if bias is None else [bias]))]
-        y = products.leave(products.product(products.enter(leaves[0]), leaves[1], None if bias is None else leaves[2]))
+        y = products(leaves[0], leaves[1], None if bias is None else leaves[2])
         results.append((y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=8 * torch.finfo(dtype).eps, atol=32 * torch.finfo(dtype).eps)
@@ -216,6 +253,22 @@ def test_expert_products(
 
 def _products(way: Callable[..., Any], counts: list[int]) -> Any:
     return way(torch.tensor(counts)) if way is experts.GroupedProducts else way(counts)
+
+
+def test_threads_change_no_bit() -> None:
+    x, weight = torch.randn(700, 130), torch.randn(5, 130, 77)
+    results = []
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = experts.CountedProducts([300, 10, 0, 90, 300])(*leaves, None)
+            results.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
+        finally:
+            torch.set_num_threads(before)
+    if experts.GROUPED_MM.implementation(x).name == "native":
+        assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
 
 
 def test_a_chip_is_not_waited_for() -> None:
@@ -230,9 +283,25 @@ def test_a_chip_is_not_waited_for() -> None:
         layer.router.load_E.tolist()
 
 
-def test_little_padding_is_one_product_and_much_is_not() -> None:
-    x = torch.randn(12, 8)
-    assert isinstance(experts.expert_products(x, [4, 4, 4]), experts.PaddedProducts)
-    assert isinstance(experts.expert_products(x, [10, 1, 1]), experts.LoopedProducts)
-    assert isinstance(experts.expert_products(x, torch.tensor([4, 4, 4])), experts.GroupedProducts)
-    assert isinstance(experts.expert_products(x[:, :3], torch.tensor([4, 4, 4])), experts.PaddedProducts)
+def test_a_device_decides_how_experts_are_multiplied() -> None:
+    x, counts = torch.randn(12, 8), torch.tensor([4, 4, 4])
+    assert isinstance(experts.expert_products(x, [4, 4, 4]), experts.CountedProducts)
+    assert isinstance(experts.expert_products(x, counts), experts.CountedProducts)
+    on_chip = x.to("meta", torch.bfloat16)
+    assert isinstance(experts.expert_products(on_chip, counts.to("meta")), experts.GroupedProducts)
+    assert isinstance(experts.expert_products(on_chip[:, :3], [4, 4, 4]), experts.LoopedProducts), "is not aligned"
+
+
+def test_selective_recompute_keeps_products_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[str] = []
+    runs = experts.GROUPED_MM.implementations[0]
+
+    def forward(*inputs: Any) -> Tensor:
+        multiplied.append("product")
+        return runs.forward(*inputs)
+
+    monkeypatch.setattr(experts.GROUPED_MM, "implementations", [replace(runs, forward=forward)])
+    layer = MoeLayer(16, Moe(experts=4, top_k=2, width=8), "swiglu", None)
+    apply_recompute([RecomputeRegion(layer, "selective")])
+    layer(torch.randn(1, 6, 16, requires_grad=True)).sum().backward()
+    assert len(multiplied) == 3, "up, gate and down, in the forward pass alone"

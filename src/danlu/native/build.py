@@ -15,17 +15,22 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 COMPILE_COMMAND = ("cc", "-O3", "-shared", "-fPIC")
 # For every processor of an architecture: what only some of them have is asked for when it runs.
+_VECTORS = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS = {
     ("copy_hash", "x86_64"): ["-msse4.2"],
     ("copy_hash", "aarch64"): ["-march=armv8-a+crc"],
-    ("cpu_ops", "x86_64"): ["-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"],
-    ("cpu_ops", "aarch64"): ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"],
+    ("cpu_ops", "x86_64"): [*_VECTORS, "-mprefer-vector-width=512"],
+    ("cpu_ops", "aarch64"): _VECTORS,
+    ("cpu_grouped_mm", "x86_64"): [*_VECTORS, "-mprefer-vector-width=512"],
+    ("cpu_grouped_mm", "aarch64"): _VECTORS,
 }
 
 
 def library_path(name: str) -> Path:
     """The library of `name`.c as it is now: one that was compiled from another text has another name."""
-    return FOLDER / f"{name}-{hashlib.sha256((FOLDER / f'{name}.c').read_bytes()).hexdigest()[:12]}.so"
+    texts = (FOLDER / f"{name}.c", *sorted(FOLDER.glob("*.h")))
+    digest = hashlib.sha256(b"".join(text.read_bytes() for text in texts))
+    return FOLDER / f"{name}-{digest.hexdigest()[:12]}.so"
 
 
 def build(compiler: tuple[str, ...] = COMPILE_COMMAND) -> dict[str, str]:

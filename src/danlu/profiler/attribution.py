@@ -24,7 +24,7 @@ from danlu.spec.trace import Phase
 Stage = Literal["batch", "passes", "metrics", "optimizer"]
 ENDS = ("embed", "head", "loss")
 """Modules whose time is the part `head`, with the collectives inside them."""
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_grouped_mm", "_scaled_mm", "einsum")
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_grouped_mm", "grouped_mm", "_scaled_mm", "einsum")
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _ACCUMULATE = "AccumulateGrad"

@@ -166,13 +166,12 @@ class Experts(nn.Module):
             products = LoopedProducts(counts.tolist() if isinstance(counts, Tensor) else counts, self.multiply)
         weights = (self.up, self.gate, self.down, self.up_bias, self.gate_bias, self.down_bias)
         up, gate, down, up_bias, gate_bias, down_bias = (_to_local(each) for each in weights)
-        x = products.enter(x_ND)
-        hidden = products.product(x, up, up_bias)
+        hidden = products(x_ND, up, up_bias)
         if gate is None:
             hidden = F.gelu(hidden)
         else:
-            hidden = gated_product(products.product(x, gate, gate_bias), hidden, self.activation)
-        return products.leave(products.product(hidden, down, down_bias))
+            hidden = gated_product(products(x_ND, gate, gate_bias), hidden, self.activation)
+        return products(hidden, down, down_bias)
 
 
 def _to_local(weight: Tensor | None) -> Any:

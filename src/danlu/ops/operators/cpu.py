@@ -1,4 +1,4 @@
-"""`native/cpu_ops.c` as functions of tensors."""
+"""`native/cpu_ops.c` and `native/cpu_grouped_mm.c` as functions of tensors."""
 
 import ctypes
 from collections.abc import Callable
@@ -21,6 +21,29 @@ def cpu_library() -> ctypes.CDLL | None:
     """The compiled operators; None, with a warning, where there are none."""
     cost = "norms, activations, rotations and losses run as several operators of torch, two to six times slower"
     return native_or_portable("cpu_ops", lambda library: library, lambda: None, cost)
+
+
+@cache
+def _grouped_mm_library() -> ctypes.CDLL | None:
+    cost = "experts on a CPU are multiplied one after another, or padded, which takes about twice as long"
+    return native_or_portable("cpu_grouped_mm", lambda library: library, lambda: None, cost)
+
+
+def why_no_grouped_mm() -> str | None:
+    """Why there is no compiled product of experts, if so."""
+    return None if _grouped_mm_library() else "danlu was installed without a C compiler"
+
+
+def grouped_mm(kind: int, x_ND: Tensor, weight_EDF: Tensor, y_NF: Tensor, ends_E: Tensor) -> None:
+    """One of the three products of `cpu_grouped_mm.c`, into the tensor that it is for."""
+    library = _grouped_mm_library()
+    assert library is not None
+    experts, width, hidden = weight_EDF.shape
+    threads = threads_for(weight_EDF)
+    tensors = [_as_c(each) for each in (x_ND, weight_EDF, y_NF, ends_E)]
+    sizes = [ctypes.c_int64(size) for size in (experts, width, hidden)]
+    if library.danlu_grouped_mm(kind, *tensors, *sizes, _DTYPES[x_ND.dtype], threads):
+        raise MemoryError(f"no memory for blocks of a product of experts on {threads} threads")
 
 
 def native(forward: Callable[..., Any], backward: Callable[..., Any]) -> Implementation:

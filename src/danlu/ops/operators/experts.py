@@ -1,7 +1,6 @@
-"""Products of token copies and their experts' matrices, without a loop over experts where there is something better.
+"""Products of token copies and their experts' matrices: all experts in one operator where there is one.
 
-Shapes: N token copies sorted by expert, D and F features, E experts, C rows that every expert is padded to. What they
-cost and save is in `ops/experts.py`.
+Shapes: N token copies sorted by expert, D and F features, E experts. What they cost and save is in `ops/experts.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,50 +9,38 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from danlu.torch_compat import grouped_mm
+from danlu.chips.cpu_products import emulated_dtypes
+from danlu.ops.operators import cpu
+from danlu.ops.operators.operator import Implementation, Operator, define_operator
+from danlu.torch_compat import grouped_mm as torch_grouped_mm
 
 _MOST_PADDING = 1.5
 """Rows with padding over rows, up to which one product of padded experts takes less time than one for each."""
 _ALIGNMENT = 16
-"""Bytes of which a row must be a multiple in a grouped product."""
+"""Bytes of which a row must be a multiple in torch's grouped product."""
 
 
 class ExpertProducts(Protocol):
     """One way to multiply token copies by their experts' matrices."""
 
-    def enter(self, x_ND: Tensor) -> Tensor:
-        """Copies in the form that products take."""
-        ...
-
-    def product(self, x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+    def __call__(self, x_ND: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
         """Every copy times the matrix of its expert, plus its bias."""
-        ...
-
-    def leave(self, y: Tensor) -> Tensor:
-        """The copies again, in their order."""
         ...
 
 
 def expert_products(x_ND: Tensor, counts: Sequence[int] | Tensor) -> ExpertProducts:
     """The way for these copies, of which the e-th expert has `counts[e]`; counts on the device are not read.
 
-    On a CPU one batched product of experts padded to the fullest, if little is padded: products of single experts are
-    too small for several threads. Elsewhere a grouped product.
+    On a CPU the operator below, elsewhere torch's grouped product, which reads where experts begin on the device.
     """
-    groups = (
-        grouped_mm is not None
-        and x_ND.shape[-1] * x_ND.element_size() % _ALIGNMENT == 0
-        and (x_ND.dtype == torch.bfloat16 or (x_ND.dtype == torch.float32 and x_ND.device.type == "cpu"))
-    )
-    if isinstance(counts, Tensor):
-        if groups:
-            return GroupedProducts(counts)
-        counts = counts.tolist()
     if x_ND.device.type == "cpu":
-        padded = max(counts, default=0) * len(counts)
-        return PaddedProducts(counts) if padded <= _MOST_PADDING * len(x_ND) else LoopedProducts(counts)
-    return GroupedProducts(torch.tensor(counts, device=x_ND.device)) if groups else LoopedProducts(counts)
+        return CountedProducts(counts.tolist() if isinstance(counts, Tensor) else counts)
+    aligned = x_ND.shape[-1] * x_ND.element_size() % _ALIGNMENT == 0
+    if torch_grouped_mm is not None and aligned and x_ND.dtype == torch.bfloat16:
+        return GroupedProducts(counts if isinstance(counts, Tensor) else torch.tensor(counts, device=x_ND.device))
+    return LoopedProducts(counts.tolist() if isinstance(counts, Tensor) else counts)
 
 
 class LoopedProducts:
@@ -63,96 +50,189 @@ class LoopedProducts:
         """`multiply` is the product of an expert's copies and one of its matrices, if that is quantized."""
         self.counts, self.multiply = list(counts), multiply
 
-    def enter(self, x_ND: Tensor) -> Tensor:
-        """As they are."""
-        return x_ND
-
-    def product(self, x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+    def __call__(self, x_ND: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
         """One expert after another."""
         # Unbound at once: the gradient of indexing one expert would be as large as that of all, mostly zeros.
-        pairs = zip(x.split(self.counts), weight_EDF.unbind(), strict=True)
+        pairs = zip(x_ND.split(self.counts), weight_EDF.unbind(), strict=True)
         made = [self.multiply(part, weight) for part, weight in pairs]
         if bias_EF is not None:
             made = [part + bias for part, bias in zip(made, bias_EF.unbind(), strict=True)]
         return torch.cat(made)
 
-    def leave(self, y: Tensor) -> Tensor:
-        """As they are."""
-        return y
+
+class GroupedProducts:
+    """torch's grouped product, with counts that stay on the device."""
+
+    def __init__(self, counts_E: Tensor) -> None:
+        self.counts_E = counts_E
+        self.ends_E = counts_E.cumsum(0).to(torch.int32)
+
+    def __call__(self, x_ND: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+        """By `torch.nn.functional.grouped_mm`."""
+        assert torch_grouped_mm is not None
+        return _with_bias(torch_grouped_mm(x_ND, weight_EDF, offs=self.ends_E), bias_EF, self.counts_E)
 
 
-class PaddedProducts:
-    """One batched product: every expert has as many rows as the fullest, the rest of them zeros."""
+class CountedProducts:
+    """The operator `danlu::grouped_mm`, with counts that the host knows."""
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self.experts, self.rows = len(counts), max(counts, default=0)
+        self.counts = list(counts)
+
+    def __call__(self, x_ND: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+        """By the implementation for these tensors."""
+        y_NF: Tensor = torch.ops.danlu.grouped_mm(x_ND.contiguous(), weight_EDF.contiguous(), self.counts)
+        return y_NF if bias_EF is None else _with_bias(y_NF, bias_EF, torch.tensor(self.counts))
+
+
+def _with_bias(y_NF: Tensor, bias_EF: Tensor | None, counts_E: Tensor) -> Tensor:
+    return y_NF if bias_EF is None else y_NF + bias_EF.repeat_interleave(counts_E, dim=0, output_size=len(y_NF))
+
+
+def reference(x_ND: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every copy times the matrix of its expert."""
+    return LoopedProducts(counts)(x_ND, weight_EDF, None)
+
+
+GROUPED_MM = Operator(
+    "grouped_mm",
+    reference,
+    {torch.float64: 2.0**-40, torch.float32: 2.0**-17, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6},
+)
+
+
+def _forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
+    """As `reference`."""
+    return GROUPED_MM.implementation(x_ND).forward(x_ND, weight_EDF, counts)
+
+
+def _backward(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Gradients of copies and matrices; zeros for an expert without copies."""
+    return GROUPED_MM.implementation(x_ND).backward(gradient_NF, x_ND, weight_EDF, counts)
+
+
+def _forward_fake(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
+    return x_ND.new_empty(x_ND.shape[0], weight_EDF.shape[2])
+
+
+def _backward_fake(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    return x_ND.new_empty(x_ND.shape), weight_EDF.new_empty(weight_EDF.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, list[int]], output: Tensor) -> None:
+    x_ND, weight_EDF, ctx.counts = inputs
+    ctx.save_for_backward(x_ND, weight_EDF)
+
+
+def _differentiate(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
+    inputs = gradient_NF.contiguous(), *ctx.saved_tensors, ctx.counts
+    return *torch.ops.danlu.grouped_mm_backward(*inputs), None
+
+
+define_operator(
+    "grouped_mm",
+    "(Tensor x, Tensor weight, int[] counts) -> Tensor",
+    _forward,
+    _forward_fake,
+    _save,
+    _differentiate,
+)
+define_operator(
+    "grouped_mm_backward",
+    "(Tensor gradient, Tensor x, Tensor weight, int[] counts) -> (Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+
+
+@register_flop_formula(torch.ops.danlu.grouped_mm)
+def _forward_flops(x_shape: list[int], weight_shape: list[int], *_: object, **__: object) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[2]
+
+
+@register_flop_formula(torch.ops.danlu.grouped_mm_backward)
+def _backward_flops(gradient: object, x_shape: list[int], weight_shape: list[int], *_: object, **__: object) -> int:
+    return 4 * x_shape[0] * x_shape[1] * weight_shape[2]
+
+
+def _torch_forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
+    if (padding := _Padding.of(counts)) is not None:
+        return padding.leave(torch.bmm(padding.enter(x_ND), weight_EDF))
+    return reference(x_ND, weight_EDF, counts)
+
+
+def _torch_backward(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    if (padding := _Padding.of(counts)) is not None:
+        gradient_ECF, x_ECD = padding.enter(gradient_NF), padding.enter(x_ND)
+        x_gradient = padding.leave(torch.bmm(gradient_ECF, weight_EDF.transpose(1, 2)))
+        return x_gradient, torch.bmm(x_ECD.transpose(1, 2), gradient_ECF)
+    gradients, copies = gradient_NF.split(counts), x_ND.split(counts)
+    x_gradient = torch.cat([part @ weight.t() for part, weight in zip(gradients, weight_EDF.unbind(), strict=True)])
+    return x_gradient, torch.stack([part.t() @ gradient for part, gradient in zip(copies, gradients, strict=True)])
+
+
+class _Padding:
+    """Every expert with as many rows as the fullest: one batched product, if little is padded."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.experts, self.rows = len(counts), max(counts)
         firsts = [0, *accumulate(counts)][: len(counts)]
         shifts = torch.tensor([expert * self.rows - first for expert, first in enumerate(firsts)])
         self.place_N = torch.arange(sum(counts)) + shifts.repeat_interleave(
             torch.tensor(counts), output_size=sum(counts)
         )
 
-    def enter(self, x_ND: Tensor) -> Tensor:
-        """Copies at their experts' places, E × C × D."""
-        return _PlaceRows.apply(x_ND, self.place_N, self.experts * self.rows).unflatten(0, (self.experts, -1))
-
-    def product(self, x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
-        """Padding stays zero, or becomes a bias that nothing reads."""
-        return torch.bmm(x, weight_EDF) if bias_EF is None else torch.baddbmm(bias_EF[:, None], x, weight_EDF)
-
-    def leave(self, y: Tensor) -> Tensor:
-        """The rows that are copies."""
-        return _TakeRows.apply(y.flatten(0, 1), self.place_N)
-
-
-class GroupedProducts:
-    """One grouped product, which reads where experts begin on the device."""
-
-    def __init__(self, counts_E: Tensor) -> None:
-        self.counts_E = counts_E
-        self.ends_E = counts_E.cumsum(0).to(torch.int32)
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> "_Padding | None":
+        """None where single products take less time."""
+        padded = max(counts, default=0) * len(counts)
+        return cls(counts) if 0 < padded <= _MOST_PADDING * sum(counts) else None
 
     def enter(self, x_ND: Tensor) -> Tensor:
-        """As they are."""
-        return x_ND
+        """Rows at their experts' places, zeros between: E × C × D."""
+        placed = x_ND.new_zeros(self.experts * self.rows, x_ND.shape[1]).index_copy_(0, self.place_N, x_ND)
+        return placed.unflatten(0, (self.experts, self.rows))
 
-    def product(self, x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
-        """By `torch.nn.functional.grouped_mm`."""
-        assert grouped_mm is not None
-        y: Tensor = grouped_mm(x, weight_EDF, offs=self.ends_E)
-        if bias_EF is None:
-            return y
-        return y + bias_EF.repeat_interleave(self.counts_E, dim=0, output_size=len(x))
-
-    def leave(self, y: Tensor) -> Tensor:
-        """As they are."""
-        return y
+    def leave(self, y_ECF: Tensor) -> Tensor:
+        """The rows that are copies, in their order."""
+        return y_ECF.flatten(0, 1).index_select(0, self.place_N)
 
 
-class _PlaceRows(torch.autograd.Function):
-    """Rows at places of which no two are the same, zeros between; torch's own gradients would add into zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, place_N: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(place_N)
-        return x_ND.new_zeros(rows, x_ND.shape[1]).index_copy_(0, place_N, x_ND)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (place_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, place_N), None, None
+_FORWARD, _INPUT, _WEIGHT = range(3)
+"""Kinds of products in `native/cpu_grouped_mm.c`."""
 
 
-class _TakeRows(torch.autograd.Function):
-    """The opposite."""
+def _native_forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
+    y_NF = x_ND.new_empty(x_ND.shape[0], weight_EDF.shape[2])
+    _multiply(_FORWARD, x_ND, weight_EDF, y_NF, counts)
+    return y_NF
 
-    @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(place_N)
-        ctx.rows = len(y_RD)
-        return y_RD.index_select(0, place_N)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (place_N,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.rows, grads[0].shape[1]).index_copy_(0, place_N, grads[0]), None
+def _native_backward(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    x_gradient, weight_gradient = torch.empty_like(x_ND), torch.empty_like(weight_EDF)
+    _multiply(_INPUT, x_gradient, weight_EDF, gradient_NF, counts)
+    _multiply(_WEIGHT, x_ND, weight_gradient, gradient_NF, counts)
+    return x_gradient, weight_gradient
+
+
+def _multiply(kind: int, x_ND: Tensor, weight_EDF: Tensor, y_NF: Tensor, counts: list[int]) -> None:
+    cpu.grouped_mm(kind, x_ND, weight_EDF, y_NF, torch.tensor(counts).cumsum(0))
+
+
+# Where a processor has instructions for bf16, products of torch's libraries use them, and these do not.
+_NATIVE_DTYPES = (torch.float32, *(emulated_dtypes() & {torch.bfloat16}))
+
+GROUPED_MM.implementations += [
+    Implementation(
+        "torch", _torch_forward, _torch_backward, "one batched product if little is padded, else one for each"
+    ),
+    Implementation(
+        "native",
+        _native_forward,
+        _native_backward,
+        "in C, all experts at once, computing in fp32",
+        devices=("cpu",),
+        dtypes=_NATIVE_DTYPES,
+        why_not=cpu.why_no_grouped_mm,
+    ),
+]
