@@ -60,9 +60,13 @@ def test_peak_bytes_are_those_of_the_allocator(layout: Layout, results: dict[str
 
 
 def test_most_peaks_are_equal_to_the_byte(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Of one rank of each at least: in others gloo's thread may hold a buffer at the peak of every step."""
     dense = [result for layout in LAYOUTS if layout not in ROUTED for result in results.get(layout.name, ())]
-    more = {result["name"]: min(result["peaks"]) - result["dry_peak"] for result in dense}
-    assert sum(abs(each) <= SCALARS + SCRATCH for each in more.values()) >= 0.8 * len(more), more
+    more: dict[str, int] = {}
+    for result in dense:
+        difference = abs(min(result["peaks"]) - result["dry_peak"])
+        more[result["name"]] = min(difference, more.get(result["name"], difference))
+    assert sum(each <= SCALARS + SCRATCH for each in more.values()) >= 0.8 * len(more), more
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, QUICK))
