@@ -133,7 +133,7 @@ def test_other_threads_run_meanwhile() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the C files, without libraries."""
-    for source in native.build.FOLDER.glob("*.c"):
+    for source in native.build.FOLDER.glob("*.[ch]"):
         shutil.copy(source, tmp_path)
     monkeypatch.setattr(native.build, "FOLDER", tmp_path)
     return tmp_path
