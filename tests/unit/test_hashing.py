@@ -162,7 +162,7 @@ def test_a_build_without_a_compiler_says_so_and_leaves_nothing(folder: Path, com
     failures = native.build.build((compiler,))
     assert set(failures) == {source.stem for source in folder.glob("*.c")}
     assert all(reason in why for why in failures.values())
-    assert {file.suffix for file in folder.iterdir()} == {".c"}
+    assert {file.suffix for file in folder.iterdir()} == {".c", ".h"}
 
 
 def test_a_library_that_cannot_be_loaded_says_so(folder: Path) -> None:
