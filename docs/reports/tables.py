@@ -263,7 +263,48 @@ def step_speed(report: Report) -> str:
     return table(f"model|ranks:|{columns}|over eager:|over compiled:|MFU:", rows)
 
 
+def expert_layer(report: Report) -> str:
+    """An expert layer by the loop, by torch's grouped product and by Danlu's."""
+    rows = [
+        [row["case"], *(_milliseconds(row[way]) for way in ("loop", "grouped_mm", "Danlu")), f"{row['faster']:.2f} ×"]
+        for row in report["figures"]["rows"]
+    ]
+    return table("layer|loop:|grouped_mm:|Danlu:|over the loop:", rows)
+
+
+def operator_gain(report: Report) -> str:
+    """What implementations gain in a step, as predicted and as measured."""
+    rows = [
+        [
+            f"`{row['operator']}`",
+            f"{row['times_faster']:.1f} ×",
+            _milliseconds(row["predicted"]),
+            _milliseconds(row["measured"]),
+            f"{_milliseconds(row['low'])} to {_milliseconds(row['high'])}",
+            percent(row["error"], "+"),
+        ]
+        for row in report["figures"]["rows"]
+    ]
+    return table("operator|faster than torch:|gain predicted:|measured:|nine of ten samples:|off by:", rows)
+
+
+def kernel_resources(report: Report) -> str:
+    """Registers, shared memory and matrix instructions of every kernel on every target."""
+    results = report["figures"]["kernels"]
+    targets = list(next(iter(results.values())))
+    rows = [[f"`{name}`", *(_resources(found[target]) for target in targets)] for name, found in results.items()]
+    return table("|".join(["kernel", *targets]), rows)
+
+
+def _resources(found: Report) -> str:
+    figures = [found["registers"], round(found["shared_bytes"] / 1024), found["matrix_instructions"]]
+    return " · ".join(str(each) for each in (figures if figures[-1] else figures[:-1]))
+
+
 MADE: dict[str, Callable[[Report], str]] = {
+    "expert_layer.json table": expert_layer,
+    "operator_gain.json table": operator_gain,
+    "kernel_resources.json table": kernel_resources,
     "step_speed.json table": step_speed,
     "collectives.json table": level_collectives,
     "host_collectives.json table": host_collectives,

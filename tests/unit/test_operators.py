@@ -1,8 +1,12 @@
 """Operators against their references in fp64: results and gradients, over drawn shapes, dtypes and values."""
 
+import ctypes
 import math
+import platform
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from danlu import native
 from danlu.framework.decoder.moe import MoeLayer
 from danlu.memory.recompute import RecomputeRegion, apply_recompute
 from danlu.ops.operators import cpu, experts, gated, norm, rotary
@@ -253,6 +258,27 @@ def test_expert_products(
 
 def _products(way: Callable[..., Any], counts: list[int]) -> Any:
     return way(torch.tensor(counts)) if way is experts.GroupedProducts else way(counts)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other architectures have vectors of one width")
+@pytest.mark.parametrize("vectors", ["", "avx2"])
+def test_narrower_vectors_multiply_as_well(vectors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that has these and no others; a feature is known by the length of its name."""
+    lesser = f"-DCPU_HAS(feature)=(sizeof(feature) == {len(vectors) + 1})"
+    source = native.build.FOLDER / "cpu_grouped_mm.c"
+    command = [*native.build.COMPILE_COMMAND, "-fopenmp", lesser, "-o", str(tmp_path / "narrow.so"), str(source)]
+    subprocess.run(command, check=True)
+    narrow = ctypes.CDLL(str(tmp_path / "narrow.so"))
+    monkeypatch.setattr(cpu, "_grouped_mm_library", lambda: narrow)
+    counts = [250, 0, 3, 17]
+    leaves = values(1, 270, 61).float().requires_grad_(), values(2, 4, 61, 83).float().requires_grad_()
+    assert experts.GROUPED_MM.implementation(leaves[0]).name == "native"
+    results = []
+    for products in (experts.CountedProducts(counts), experts.LoopedProducts(counts)):
+        y = products(*leaves, None)
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_threads_change_no_bit() -> None:

@@ -15,6 +15,9 @@
 
 #include "cpu_dtypes.h"
 
+#ifndef CPU_HAS
+#define CPU_HAS(feature) __builtin_cpu_supports(feature)
+#endif
 #define ROWS 6      /* of a tile: with the columns below they fill the registers */
 #define DEPTH 512   /* of a block, whose columns stay in the second cache */
 #define HEIGHT 240  /* rows of a block, a multiple of ROWS */
@@ -69,9 +72,9 @@ TILE(tile_avx512_4, AVX512, 64, COLUMNS4)
 
 static Machine this_machine(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
-    if (__builtin_cpu_supports("avx512f"))
+    if (CPU_HAS("avx512f"))
         return (Machine){16, 4, {tile_avx512_1, tile_avx512_2, tile_avx512_3, tile_avx512_4}};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (CPU_HAS("avx2") && __builtin_cpu_supports("fma"))
         return (Machine){8, 2, {tile_avx2_1, tile_avx2_2}};
 #endif
     return (Machine){4, 2, {tile_1, tile_2}};

@@ -222,9 +222,45 @@ def through_experts(
         summed_TD: Tensor = dispatcher(x_TD, chosen_TK, weights_TK, experts)
         return summed_TD
     order_N = chosen_TK.flatten().argsort(stable=True)
-    y_ND: Tensor = dispatcher(x_TD[order_N // top_k], counts_E, experts)
     back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
-    return (y_ND[back_N].unflatten(0, (-1, top_k)) * weights_TK.unsqueeze(-1)).sum(1)
+    y_ND: Tensor = dispatcher(CopyTokens.apply(x_TD, order_N, back_N, top_k), counts_E, experts)
+    return (Reorder.apply(y_ND, back_N, order_N).unflatten(0, (-1, top_k)) * weights_TK.unsqueeze(-1)).sum(1)
+
+
+class CopyTokens(torch.autograd.Function):
+    """A copy of every token for each of its experts, sorted by expert.
+
+    The gradient sums a token's copies; that of indexing would add them one by one, as if any might meet.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, back_N: Tensor, top_k: int) -> Tensor:
+        """`order_N` sorts copies, `back_N` undoes it."""
+        ctx.save_for_backward(back_N)
+        ctx.top_k = top_k
+        return x_TD.index_select(0, order_N // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """The sum of a token's copies."""
+        (back_N,) = ctx.saved_tensors
+        return grads[0].index_select(0, back_N).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+
+
+class Reorder(torch.autograd.Function):
+    """Rows in another order; the gradient, back in theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+        """`back_N` undoes `order_N`."""
+        ctx.save_for_backward(back_N)
+        return y_ND.index_select(0, order_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The opposite."""
+        (back_N,) = ctx.saved_tensors
+        return grads[0].index_select(0, back_N), None, None
 
 
 class MoeLayer(nn.Module):
