@@ -158,6 +158,7 @@ enum { FORWARD, INPUT, WEIGHT };
  * x: N × D, w: experts × D × F, y: N × F. FORWARD writes y, INPUT x, WEIGHT w; the other two are read. */
 int danlu_grouped_mm(int kind, void *x, void *w, void *y, const int64_t *ends, int64_t experts, int64_t d, int64_t f,
                      int dtype, int threads) {
+    if (!experts) return 0;
     Machine machine = this_machine();
     int64_t parts = (3 * threads + experts - 1) / experts, failed = 0;
     /* Parts of an expert's product are of columns of y, or rows of w: whole groups of vectors or rows. */
@@ -169,25 +170,24 @@ int danlu_grouped_mm(int kind, void *x, void *w, void *y, const int64_t *ends, i
         Blocks blocks = {aligned_alloc(64, 4 * HEIGHT * DEPTH), aligned_alloc(64, 4 * DEPTH * 64),
                          aligned_alloc(64, 4 * HEIGHT * WIDTH)};
         failed |= !blocks.a || !blocks.b || !blocks.c;
-        if (!failed) {
 #pragma omp for schedule(dynamic)
-            for (int64_t piece = 0; piece < experts * parts; piece++) {
-                int64_t expert = piece / parts, part = piece % parts;
-                int64_t begin = units * part / parts * unit, end = units * (part + 1) / parts * unit;
-                int64_t first = expert ? ends[expert - 1] : 0, rows = ends[expert] - first;
-                if (end > length) end = length;
-                Matrix of_x = {x, first * d, d, 0}, of_w = {w, expert * d * f, f, 0}, of_y = {y, first * f, f, 0};
-                Matrix x_turned = {x, first * d, d, 1}, y_turned = {y, first * f, f, 1};
-                if (kind == FORWARD)
-                    multiply(machine, blocks, of_x, of_w, of_y, y, 0, rows, begin, end - begin, d, dtype);
-                else if (kind == INPUT)
-                    multiply(machine, blocks, of_w, y_turned, x_turned, x, begin, end - begin, 0, rows, f, dtype);
-                else if (rows)
-                    multiply(machine, blocks, x_turned, of_y, of_w, w, begin, end - begin, 0, f, rows, dtype);
-                else
-                    memset((char *)w + (dtype == BF16 ? 2 : 4) * (expert * d + begin) * f, 0,
-                           (dtype == BF16 ? 2 : 4) * (end - begin) * f);
-            }
+        for (int64_t piece = 0; piece < experts * parts; piece++) {
+            if (failed) continue; /* all threads must meet this loop, also one without memory */
+            int64_t expert = piece / parts, part = piece % parts;
+            int64_t begin = units * part / parts * unit, end = units * (part + 1) / parts * unit;
+            int64_t first = expert ? ends[expert - 1] : 0, rows = ends[expert] - first;
+            if (end > length) end = length;
+            Matrix of_x = {x, first * d, d, 0}, of_w = {w, expert * d * f, f, 0}, of_y = {y, first * f, f, 0};
+            Matrix x_turned = {x, first * d, d, 1}, y_turned = {y, first * f, f, 1};
+            if (kind == FORWARD)
+                multiply(machine, blocks, of_x, of_w, of_y, y, 0, rows, begin, end - begin, d, dtype);
+            else if (kind == INPUT)
+                multiply(machine, blocks, of_w, y_turned, x_turned, x, begin, end - begin, 0, rows, f, dtype);
+            else if (rows)
+                multiply(machine, blocks, x_turned, of_y, of_w, w, begin, end - begin, 0, f, rows, dtype);
+            else
+                memset((char *)w + (dtype == BF16 ? 2 : 4) * (expert * d + begin) * f, 0,
+                       (dtype == BF16 ? 2 : 4) * (end - begin) * f);
         }
         free(blocks.a), free(blocks.b), free(blocks.c);
     }
