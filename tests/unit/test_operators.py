@@ -197,6 +197,8 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
         (ops.softmax_sums.default, (of(4, 9).detach(), targets, 0)),
         (ops.cross_entropy_backward.default, (of(4, 9).detach(), targets, sums, sums, sums, 0)),
         (ops.grouped_mm.default, (of(5, 8), of(2, 8, 4), [2, 3])),
+        (ops.grouped_mm_input_gradient.default, (of(5, 4).detach(), of(2, 8, 4).detach(), [2, 3])),
+        (ops.grouped_mm_weight_gradient.default, (of(5, 4).detach(), of(5, 8).detach(), [2, 3])),
     ]
     for operator, arguments in cases:
         torch.library.opcheck(operator, arguments, test_utils=checks)
@@ -331,3 +333,22 @@ def test_selective_recompute_keeps_products_of_experts(monkeypatch: pytest.Monke
     apply_recompute([RecomputeRegion(layer, "selective")])
     layer(torch.randn(1, 6, 16, requires_grad=True)).sum().backward()
     assert len(multiplied) == 3, "up, gate and down, in the forward pass alone"
+
+
+def test_a_gradient_of_experts_that_nobody_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pipeline whose schedule splits the backward pass."""
+    computed: list[int] = []
+    runs = experts.GROUPED_MM.implementations[0]
+
+    def backward(kind: int, *inputs: Any) -> Tensor:
+        computed.append(kind)
+        return runs.backward(kind, *inputs)
+
+    monkeypatch.setattr(experts.GROUPED_MM, "implementations", [replace(runs, backward=backward)])
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 8, 4, requires_grad=True)
+    y = experts.CountedProducts([2, 3])(x * 1, weight, None).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    torch.autograd.grad(y, weight, retain_graph=True)
+    assert computed == [1, 2]
+    y.backward()
+    assert computed == [1, 2, 1, 2]

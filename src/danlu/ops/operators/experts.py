@@ -15,11 +15,16 @@ from danlu.chips.cpu_products import emulated_dtypes
 from danlu.ops.operators import cpu
 from danlu.ops.operators.operator import Implementation, Operator, define_operator
 from danlu.torch_compat import grouped_mm as torch_grouped_mm
+from danlu.torch_compat import wanted_gradients
 
 _MOST_PADDING = 1.5
 """Rows with padding over rows, up to which one product of padded experts takes less time than one for each."""
 _ALIGNMENT = 16
 """Bytes of which a row must be a multiple in torch's grouped product."""
+
+
+_FORWARD, _INPUT, _WEIGHT = range(3)
+"""The product, and the gradients of copies and of matrices, as `native/cpu_grouped_mm.c` numbers them."""
 
 
 class ExpertProducts(Protocol):
@@ -106,17 +111,26 @@ def _forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
     return GROUPED_MM.implementation(x_ND).forward(x_ND, weight_EDF, counts)
 
 
-def _backward(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Gradients of copies and matrices; zeros for an expert without copies."""
-    return GROUPED_MM.implementation(x_ND).backward(gradient_NF, x_ND, weight_EDF, counts)
+def _input_gradient(gradient_NF: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
+    """The gradient of copies."""
+    return GROUPED_MM.implementation(gradient_NF).backward(_INPUT, gradient_NF, weight_EDF, counts)
+
+
+def _weight_gradient(gradient_NF: Tensor, x_ND: Tensor, counts: list[int]) -> Tensor:
+    """The gradient of matrices; zeros for an expert without copies."""
+    return GROUPED_MM.implementation(gradient_NF).backward(_WEIGHT, gradient_NF, x_ND, counts)
 
 
 def _forward_fake(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
     return x_ND.new_empty(x_ND.shape[0], weight_EDF.shape[2])
 
 
-def _backward_fake(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    return x_ND.new_empty(x_ND.shape), weight_EDF.new_empty(weight_EDF.shape)
+def _input_fake(gradient_NF: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
+    return gradient_NF.new_empty(gradient_NF.shape[0], weight_EDF.shape[1])
+
+
+def _weight_fake(gradient_NF: Tensor, x_ND: Tensor, counts: list[int]) -> Tensor:
+    return gradient_NF.new_empty(len(counts), x_ND.shape[1], gradient_NF.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, list[int]], output: Tensor) -> None:
@@ -124,9 +138,16 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, list[int]], output: Tensor) ->
     ctx.save_for_backward(x_ND, weight_EDF)
 
 
-def _differentiate(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
-    inputs = gradient_NF.contiguous(), *ctx.saved_tensors, ctx.counts
-    return *torch.ops.danlu.grouped_mm_backward(*inputs), None
+def _differentiate(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    # Two operators: a schedule that splits the backward pass asks for one gradient at a time.
+    (x_ND, weight_EDF), ops = ctx.saved_tensors, torch.ops.danlu
+    gradient_NF = gradient_NF.contiguous()
+    for_x, for_weight = wanted_gradients(ctx)
+    return (
+        ops.grouped_mm_input_gradient(gradient_NF, weight_EDF, ctx.counts) if for_x else None,
+        ops.grouped_mm_weight_gradient(gradient_NF, x_ND, ctx.counts) if for_weight else None,
+        None,
+    )
 
 
 define_operator(
@@ -138,10 +159,16 @@ define_operator(
     _differentiate,
 )
 define_operator(
-    "grouped_mm_backward",
-    "(Tensor gradient, Tensor x, Tensor weight, int[] counts) -> (Tensor, Tensor)",
-    _backward,
-    _backward_fake,
+    "grouped_mm_input_gradient",
+    "(Tensor gradient, Tensor weight, int[] counts) -> Tensor",
+    _input_gradient,
+    _input_fake,
+)
+define_operator(
+    "grouped_mm_weight_gradient",
+    "(Tensor gradient, Tensor x, int[] counts) -> Tensor",
+    _weight_gradient,
+    _weight_fake,
 )
 
 
@@ -150,9 +177,14 @@ def _forward_flops(x_shape: list[int], weight_shape: list[int], *_: object, **__
     return 2 * x_shape[0] * x_shape[1] * weight_shape[2]
 
 
-@register_flop_formula(torch.ops.danlu.grouped_mm_backward)
-def _backward_flops(gradient: object, x_shape: list[int], weight_shape: list[int], *_: object, **__: object) -> int:
-    return 4 * x_shape[0] * x_shape[1] * weight_shape[2]
+@register_flop_formula(torch.ops.danlu.grouped_mm_input_gradient)
+def _input_flops(gradient_shape: list[int], weight_shape: list[int], *_: object, **__: object) -> int:
+    return 2 * gradient_shape[0] * gradient_shape[1] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.danlu.grouped_mm_weight_gradient)
+def _weight_flops(gradient_shape: list[int], x_shape: list[int], *_: object, **__: object) -> int:
+    return 2 * gradient_shape[0] * gradient_shape[1] * x_shape[1]
 
 
 def _torch_forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
@@ -161,14 +193,18 @@ def _torch_forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tenso
     return reference(x_ND, weight_EDF, counts)
 
 
-def _torch_backward(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    if (padding := _Padding.of(counts)) is not None:
-        gradient_ECF, x_ECD = padding.enter(gradient_NF), padding.enter(x_ND)
-        x_gradient = padding.leave(torch.bmm(gradient_ECF, weight_EDF.transpose(1, 2)))
-        return x_gradient, torch.bmm(x_ECD.transpose(1, 2), gradient_ECF)
-    gradients, copies = gradient_NF.split(counts), x_ND.split(counts)
-    x_gradient = torch.cat([part @ weight.t() for part, weight in zip(gradients, weight_EDF.unbind(), strict=True)])
-    return x_gradient, torch.stack([part.t() @ gradient for part, gradient in zip(copies, gradients, strict=True)])
+def _torch_backward(kind: int, gradient_NF: Tensor, other: Tensor, counts: list[int]) -> Tensor:
+    """`other` is the matrices for the gradient of copies, and copies for that of matrices."""
+    padding = _Padding.of(counts)
+    if kind == _INPUT:
+        if padding is not None:
+            return padding.leave(torch.bmm(padding.enter(gradient_NF), other.transpose(1, 2)))
+        parts = zip(gradient_NF.split(counts), other.unbind(), strict=True)
+        return torch.cat([part @ weight.t() for part, weight in parts])
+    if padding is not None:
+        return torch.bmm(padding.enter(other).transpose(1, 2), padding.enter(gradient_NF))
+    pairs = zip(other.split(counts), gradient_NF.split(counts), strict=True)
+    return torch.stack([part.t() @ gradient for part, gradient in pairs])
 
 
 class _Padding:
@@ -198,21 +234,20 @@ class _Padding:
         return y_ECF.flatten(0, 1).index_select(0, self.place_N)
 
 
-_FORWARD, _INPUT, _WEIGHT = range(3)
-"""Kinds of products in `native/cpu_grouped_mm.c`."""
-
-
 def _native_forward(x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> Tensor:
     y_NF = x_ND.new_empty(x_ND.shape[0], weight_EDF.shape[2])
     _multiply(_FORWARD, x_ND, weight_EDF, y_NF, counts)
     return y_NF
 
 
-def _native_backward(gradient_NF: Tensor, x_ND: Tensor, weight_EDF: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    x_gradient, weight_gradient = torch.empty_like(x_ND), torch.empty_like(weight_EDF)
-    _multiply(_INPUT, x_gradient, weight_EDF, gradient_NF, counts)
-    _multiply(_WEIGHT, x_ND, weight_gradient, gradient_NF, counts)
-    return x_gradient, weight_gradient
+def _native_backward(kind: int, gradient_NF: Tensor, other: Tensor, counts: list[int]) -> Tensor:
+    if kind == _INPUT:
+        x_gradient = gradient_NF.new_empty(gradient_NF.shape[0], other.shape[1])
+        _multiply(_INPUT, x_gradient, other, gradient_NF, counts)
+        return x_gradient
+    weight_gradient = gradient_NF.new_empty(len(counts), other.shape[1], gradient_NF.shape[1])
+    _multiply(_WEIGHT, other, weight_gradient, gradient_NF, counts)
+    return weight_gradient
 
 
 def _multiply(kind: int, x_ND: Tensor, weight_EDF: Tensor, y_NF: Tensor, counts: list[int]) -> None:
