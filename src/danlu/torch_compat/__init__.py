@@ -233,9 +233,15 @@ def around_sharding_propagation(begin: Callable[[], None], end: Callable[[], Non
 def is_gradient_wanted(node: Any) -> bool:
     """Whether the backward pass that runs continues to a node; `needs_input_grad` of a function knows only a full one.
 
-    A pipeline that splits its backward pass asks for the gradients of inputs first, and of weights later.
+    A pipeline that splits its backward pass asks for the gradients of inputs first, and of weights later. Of a leaf that
+    `torch.autograd.grad` is asked for, the engine does not tell: it is wanted.
     """
-    return bool(torch._C._will_engine_execute_node(node))
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
 
 
 def tensor_version(tensor: Tensor) -> int:
@@ -445,21 +451,3 @@ def is_fake(tensor: Tensor) -> bool:
 
 # Inside its autograd kernel an operator is called again, below autograd; public in no minor.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-
-
-def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
-    """In the backward pass of an `autograd.Function`: which of its tensors' gradients anybody asked for.
-
-    `ctx.needs_input_grad` says which could be; nothing public says which are, as torch's own operators know it. Of a
-    leaf that `torch.autograd.grad` is asked for, the engine does not tell, and it is wanted. torch 2.0 and later.
-    """
-
-    def is_wanted(node: Any) -> bool:
-        if node is None:
-            return False
-        try:
-            return bool(torch._C._will_engine_execute_node(node))
-        except RuntimeError:
-            return True
-
-    return tuple(is_wanted(node) for node, _ in ctx.next_functions)

@@ -15,7 +15,7 @@ from danlu.chips.cpu_products import emulated_dtypes
 from danlu.ops.operators import cpu
 from danlu.ops.operators.operator import Implementation, Operator, define_operator
 from danlu.torch_compat import grouped_mm as torch_grouped_mm
-from danlu.torch_compat import wanted_gradients
+from danlu.torch_compat import is_gradient_wanted
 
 _MOST_PADDING = 1.5
 """Rows with padding over rows, up to which one product of padded experts takes less time than one for each."""
@@ -142,7 +142,7 @@ def _differentiate(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor | None, Tensor
     # Two operators: a schedule that splits the backward pass asks for one gradient at a time.
     (x_ND, weight_EDF), ops = ctx.saved_tensors, torch.ops.danlu
     gradient_NF = gradient_NF.contiguous()
-    for_x, for_weight = wanted_gradients(ctx)
+    for_x, for_weight = (is_gradient_wanted(node) for node, _ in ctx.next_functions)
     return (
         ops.grouped_mm_input_gradient(gradient_NF, weight_EDF, ctx.counts) if for_x else None,
         ops.grouped_mm_weight_gradient(gradient_NF, x_ND, ctx.counts) if for_weight else None,
