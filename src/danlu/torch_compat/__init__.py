@@ -233,8 +233,8 @@ def around_sharding_propagation(begin: Callable[[], None], end: Callable[[], Non
 def is_gradient_wanted(node: Any) -> bool:
     """Whether the backward pass that runs continues to a node; `needs_input_grad` of a function knows only a full one.
 
-    A pipeline that splits its backward pass asks for the gradients of inputs first, and of weights later. Of a leaf that
-    `torch.autograd.grad` is asked for, the engine does not tell: it is wanted.
+    A pipeline that splits its backward pass asks for the gradients of inputs first, and of weights later. Of a leaf
+    that `torch.autograd.grad` is asked for, the engine does not tell: it is wanted.
     """
     if node is None:
         return False
