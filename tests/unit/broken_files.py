@@ -207,6 +207,7 @@ CONTRADICTIONS = {
     "split-backward-recomputed-by-layer": _plan(
         "pp = 2", f'recompute = {{full = "0", selective = "1"}}\n{ZERO_BUBBLE}'
     ),
+    "operators-compiled": _plan("shard = 2", 'compile = true\noperators = {rotate = "torch"}'),
     "regather-without-tp": _plan("shard = 2", "regather_inputs = true"),
     "regather-compiled": _plan("tp = 2", "regather_inputs = true\ncompile = true"),
     "regather-recomputed": _plan("tp = 2", 'regather_inputs = true\nrecompute = "selective"'),

@@ -61,6 +61,7 @@ NOT_ONE_SETTING = {
     "unknown-level",
     "wandb-without-project",
     "block-ignored",
+    "operators-compiled",
     "head-quantized",
 }
 """Cases whose mend is more than one number: a removal, a name, two settings at once."""

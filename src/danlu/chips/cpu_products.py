@@ -7,8 +7,6 @@ between conversions. What autograd keeps, what a compiler sees and what DTensor 
 both. The choice follows the processor's instructions, not a measurement: a run that is resumed computes the same.
 """
 
-import platform
-import re
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -18,26 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.native.cpu_features import emulated_formats
 from danlu.torch_compat import original_kernel
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_INSTRUCTIONS = {
-    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
-    torch.float16: {"avx512_fp16", "amx_fp16", "fphp"},
-}
-"""By the names that Linux gives them: of Intel and AMD, and of ARM."""
+_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _library: torch.library.Library | None = None
 
 
 def emulated_dtypes(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[torch.dtype]:
     """Low-precision dtypes for which this processor has no instructions; none where the system does not say."""
-    if platform.machine() not in ("x86_64", "aarch64") or not cpuinfo.exists():
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
-    return frozenset(dtype for dtype, names in _INSTRUCTIONS.items() if flags and not flags & names)
+    return frozenset(_FORMATS[name] for name in emulated_formats(cpuinfo))
 
 
 def compute_products_in_fp32(dtypes: Iterable[torch.dtype]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from danlu.chips.cpu_products import emulated_dtypes
+from danlu.native.cpu_features import emulated_formats
 from danlu.ops.operators import cpu
 from danlu.ops.operators.operator import Implementation, Operator, define_operator
 from danlu.torch_compat import grouped_mm as torch_grouped_mm
@@ -255,7 +255,7 @@ def _multiply(kind: int, x_ND: Tensor, weight_EDF: Tensor, y_NF: Tensor, counts:
 
 
 # Where a processor has instructions for bf16, products of torch's libraries use them, and these do not.
-_NATIVE_DTYPES = (torch.float32, *(emulated_dtypes() & {torch.bfloat16}))
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16) if "bf16" in emulated_formats() else (torch.float32,)
 
 GROUPED_MM.implementations += [
     Implementation(
