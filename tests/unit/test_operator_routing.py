@@ -194,3 +194,10 @@ def test_a_cluster_that_was_not_probed_takes_no_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "has no effect with cluster h100-pod" in done.output
+
+
+def test_a_plan_that_cannot_run_here_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('operators = {rotate = "cutlass"}')
+    done = CliRunner().invoke(app, ["ops", "show", str(RECIPE), "--plan", str(tmp_path / "plan.toml")])
+    assert done.exit_code == 2
+    assert "must be one of torch" in done.output

@@ -90,7 +90,7 @@ def tune_command(
     import torch
 
     from danlu.chips import host
-    from danlu.dryrun.operator_tuning import tune_operators
+    from danlu.dryrun.operator_tuning import NothingToTuneError, tune_operators
     from danlu.language.register import use_kernels
 
     if output is not None and not output.parent.is_dir():
@@ -99,6 +99,8 @@ def tune_command(
     found, run = _dry_run_with_trace(recipe, plan, chip)
     device = found.runtime.set_device(0)
     use_kernels(device)
+    if threads is not None and device.type != "cpu":
+        raise typer.BadParameter(f"--threads has no effect on chip {found.name}: it is for ranks on a CPU; omit it")
     if device.type == "cpu":
         torch.set_num_threads(threads or max(1, host.physical_cores() // asked.degrees.world))
     with count_bar() as progress:
@@ -107,7 +109,10 @@ def tune_command(
         def on_call(name: str, done: int, total: int) -> None:
             progress.update(task, description=name, completed=done, total=total)
 
-        measured = tune_operators(run, found, seconds, on_call)
+        try:
+            measured = tune_operators(run, found, seconds, on_call)
+        except NothingToTuneError as error:
+            raise typer.BadParameter(f"{recipe}: {error}") from None
     if output is not None:
         output.write_text(dumps(measured), encoding="utf-8")
     if as_json:
@@ -122,10 +127,8 @@ def tune_command(
 
 
 def _say_what_to_do(console: Console, measured: OperatorTable, plan: Plan, output: Path | None) -> None:
-    from danlu.ops.operators.routing import OPERATORS
-
     runs = {name: _running(name, measured, plan) for name in measured.fastest}
-    better = {name: best for name, best in measured.fastest.items() if best != runs[name] and name in OPERATORS}
+    better = {name: best for name, best in measured.fastest.items() if best != runs[name]}
     if better:
         lines = ", ".join(f'{name} = "{best}"' for name, best in better.items())
         console.print(f"faster here: operators = {{{lines}}} in the plan", highlight=False)
@@ -166,11 +169,14 @@ def _rows(
 ) -> list[ImplementationRow]:
     """Every implementation of every operator that is called, the one that runs first."""
     from danlu.language.register import use_kernels
-    from danlu.ops.operators.routing import OPERATORS, route_operators
+    from danlu.ops.operators.routing import OPERATORS, RoutingError, route_operators
 
     device = chip.runtime.set_device(0)
     use_kernels(device)
-    route_operators(plan.operators, device)
+    try:
+        route_operators(plan.operators, device)
+    except RoutingError as error:
+        raise typer.BadParameter(str(error)) from None
     rows = []
     for name in dict.fromkeys(call.operator for call in calls):
         taken = measured.implementations(name) if measured else {}

@@ -18,6 +18,10 @@ _MOST_ELEMENTS = 2**28
 """Of one tensor at a size that the recipe does not have."""
 
 
+class NothingToTuneError(ValueError):
+    """A recipe whose model has its own operators."""
+
+
 @dataclass(frozen=True, order=True)
 class OperatorCall:
     """Equal calls of an operator in a step."""
@@ -52,7 +56,7 @@ def tune_operators(
     device = chip.runtime.set_device(0)
     planned = list(_sizes(operator_calls(run)))
     if not planned:
-        raise ValueError("the model calls none of the operators that have several implementations")
+        raise NothingToTuneError("the model calls none of the operators that have several implementations")
     measured = []
     for done, call in enumerate(planned):
         on_call(f"{call.operator}{' backward' if call.backward else ''} {call.inputs[0]}", done, len(planned))
