@@ -229,7 +229,7 @@ def test_bytes_are_within_a_tenth_of_the_dry_run(name: str) -> None:
     formulas, wanted, traces = both(name)
     memories: tuple[MemoryEstimate, ...] = formulas.memory_by_pp_rank(layout_from_plan(wanted, POD))
     for place, trace in traces.items():
-        assert memories[place].allocated == pytest.approx(trace.peak.total, rel=0.1), place
+        assert memories[place].allocated == pytest.approx(trace.peak.total, rel=0.08), place
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -280,9 +280,7 @@ def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
         priced = {"any": sum(priced.values()) + slow["exchange"] - free["exchange"]}
         sent = {"any": sum(sent.values())}
     for axis, seconds in priced.items():
-        # The head stays gathered for the backward pass; the price takes its share of experts' parameters too.
-        share = 0.03 if wanted.degrees.ep > 1 else 0.02
-        assert seconds == pytest.approx(sent.get(axis, 0.0), rel=share), axis
+        assert seconds == pytest.approx(sent.get(axis, 0.0), rel=0.02), axis
     assert sent.keys() <= {*priced, "world"}, "no axis sends without a price"
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from danlu.ops.operators.norm import RMS_NORM
 from danlu.ops.operators.routing import OPERATORS, RoutingError, route_operators
 from danlu.spec import Degrees, Plan, load_recipe, toml
 from danlu.spec.check import load_run_spec
-from danlu.spec.cluster import TimingCurve
-from danlu.spec.load import load_cluster, load_operator_table
+from danlu.spec.cluster import OperatorName, TimingCurve
+from danlu.spec.load import load_cluster, load_operator_table, load_plan
 from danlu.spec.operator_table import MeasuredCall, OperatorTable, with_operator_times
 from danlu.spec.problem import SpecError
 
@@ -194,6 +195,25 @@ def test_a_cluster_that_was_not_probed_takes_no_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "has no effect with cluster h100-pod" in done.output
+
+
+def test_a_compiled_plan_chooses_what_its_blocks_do_not_compute(tmp_path: Path) -> None:
+    cluster = load_cluster("h100-pod")
+    points = {name: TimingCurve(sizes=(1e3, 1e9), seconds=(1e-6, 1.0)) for name in get_args(OperatorName)}
+    chip = cluster.chip.model_copy(update={"operators": {load_recipe(RECIPE).precision.compute: points}})
+    (tmp_path / "probed.toml").write_text(toml.dumps(cluster.model_copy(update={"chip": chip})))
+    measured = table(rms_norm={"torch": 3.0, "native": 1.0}, rotate={"torch": 1.0, "native": 3.0})
+    (tmp_path / "ops.toml").write_text(toml.dumps(measured.model_copy(update={"chip": chip.kind})))
+    command = ["plan", str(RECIPE), "--cluster", str(tmp_path / "probed.toml"), "--chips", "8"]
+    command += ["--operators", str(tmp_path / "ops.toml"), "--output", str(tmp_path / "plan.toml")]
+    done = CliRunner().invoke(app, [*command, "--fix", "compile=true"])
+    assert done.exit_code == 0, done.output
+    assert "the plan leaves out rotate" in done.output
+    assert load_plan(tmp_path / "plan.toml").operators == {"rms_norm": "native"}
+    done = CliRunner().invoke(app, [*command, "--fix", "compile=false"])
+    assert done.exit_code == 0, done.output
+    assert "leaves out" not in done.output
+    assert load_plan(tmp_path / "plan.toml").operators == {"rms_norm": "native", "rotate": "torch"}
 
 
 def test_a_plan_that_cannot_run_here_is_refused_in_words(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.problem import SpecError
 from danlu.spec.rank_placement import PlacementError
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
+from danlu.spec.rules.operators import IN_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,16 @@ class PlanContext:
         return goodput(request or self.request, self.mtbf)
 
     def plan_text(self, chosen: PricedPlan, expected: Goodput | None) -> str:
-        """The plan as its file has it. A compiler makes its own kernels: with `compile` nothing is chosen."""
+        """The plan as its file has it; says which measured implementations its compiled blocks would not call."""
         plan = tables.plan_with_prediction(chosen, expected)
-        operators = {} if plan.compile else dict(self.operators)
+        unread = [name for name in IN_BLOCKS if plan.compile and name in self.operators]
+        if unread:
+            typer.echo(
+                f"--operators: the plan leaves out {', '.join(unread)}: with `compile` true a compiler makes its own "
+                "kernels of them, and their measured times say nothing about it",
+                err=True,
+            )
+        operators = {name: fastest for name, fastest in self.operators.items() if name not in unread}
         return toml.dumps(plan.model_copy(update={"operators": operators}))
 
     def show(self, view: Any, value: dict[str, Any]) -> None:

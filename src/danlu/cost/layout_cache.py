@@ -39,12 +39,15 @@ class LayoutCache:
         found = self._bytes.get((shard, kind))
         if found is None:
             software, fp8, (moe, recompute, _) = context.software, context.device.uses_fp8, kind
+            saving = software.saving(recompute, fp8)
+            kept = layer.saved_bytes(shard, saving, moe)
             again = 0.0
             if recompute in ("full", "elementwise", "alternate", "latent"):
                 again = layer.saved_bytes(shard, software.saving("none", fp8), moe)
+            if recompute == "elementwise" and saving.by_operator:
+                again = max(0.0, again - kept)  # what was saved is not computed again but taken over
             again += software.activation_bytes * layer.gradient_elements(shard, moe)
             again += layer.score_gradient_bytes(shard)
-            kept = layer.saved_bytes(shard, software.saving(recompute, fp8), moe)
             found = self._bytes[shard, kind] = kept, again
         return found
 

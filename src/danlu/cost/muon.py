@@ -1,6 +1,7 @@
 """Muon on one rank: the matrices it orthogonalizes, what it sends for them, and the memory of both."""
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from danlu.cost.collectives import all_gather_time, all_to_all_time
@@ -32,6 +33,17 @@ class MatrixExchange(NamedTuple):
     largest: float
     """Elements assembled at once, at most."""
 
+    @property
+    def elements_at_once(self) -> float:
+        """Elements while the largest round is at work: shards that are sent, the matrix they make, and its iteration.
+
+        Of an iteration the matrix, its product with the Gram matrix, and the next one; Gram matrices are smaller. Where
+        every rank has its matrices whole, nothing is sent, and two Gram matrices are the rest.
+        """
+        if prod(self.ranks) > 1:
+            return 5.0 * self.largest
+        return 3.0 * self.largest + 2.0 * max((min(shape) ** 2 for shape in self.owned), default=0)
+
 
 class MuonWork(NamedTuple):
     """Of one rank and one step."""
@@ -57,12 +69,8 @@ class MuonWork(NamedTuple):
         }
 
     def memory(self, element_bytes: int) -> float:
-        """Bytes while the largest round is at work: shards that are sent, the matrix they make, and its iteration.
-
-        Of an iteration the matrix, its product with the Gram matrix, and the next one; Gram matrices are smaller.
-        """
-        rounds = [exchange for exchange in (self.dense, self.experts) if exchange.rounds]
-        return max((element_bytes * 5.0 * exchange.largest for exchange in rounds), default=0.0)
+        """Bytes while the largest round is at work."""
+        return element_bytes * max(self.dense.elements_at_once, self.experts.elements_at_once)
 
 
 def muon_work(traits: MuonTraits, contents: StageContents, layout: ParallelLayout, groups: LayoutGroups) -> MuonWork:

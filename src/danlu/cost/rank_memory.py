@@ -1,5 +1,7 @@
 """Memory of a rank at the moments of a step that can be its peak."""
 
+from collections.abc import Callable
+
 from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.memory import (
     GatheredBytes,
@@ -152,6 +154,11 @@ class RankMemoryEstimator(LayoutShapes):
             ahead = contents.mtp * kept_loss_bytes(self.shard, each)
             logits = self._loss_bytes(together) + ahead
             moments.append(at(kept * flight + 4 * stream, logits, later, gathered.head))
+            if layout.pp == 1:
+                moments += self._at_head_backward(at, contents, kept, stream, later, weight_grad, gathered)
+            elif layout.schedule not in SPLIT_BACKWARD_SCHEDULES:
+                # A pipeline keeps logits until the backward pass of their microbatch is done.
+                moments.append(at(kept * flight + 2 * stream, logits, later + table * each, gathered.head))
             if together > 1:
                 earlier = self._loss_bytes(together - 1) + (together - 1) * ahead
                 moments.append(at(kept * before + 4 * stream, earlier, gradients, gathered.head))
@@ -162,6 +169,49 @@ class RankMemoryEstimator(LayoutShapes):
         if at_update:
             moments.append(self._memory(states, 0.0, 0.0, at_update))
         return max(moments, key=lambda memory: memory.allocated)
+
+    def _at_head_backward(
+        self,
+        at: Callable[[float, float, float, float], MemoryEstimate],
+        contents: StageContents,
+        kept: float,
+        stream: float,
+        later: float,
+        weight_grad: float,
+        gathered: GatheredBytes,
+    ) -> list[MemoryEstimate]:
+        """Without a pipeline: in the head's matmul, while its gradient is reduced, and in the layer before it.
+
+        Logits are freed once their gradient is there. The layer before the head is gathered ahead of time, and what is
+        being reduced is held until the next unit's gradients are.
+        """
+        software, layout = self.software, self.layout
+        each, logit = software.activation_bytes, self._loss_bytes(0)
+        mine, table = self.rank_parameters(contents), table_parameters(self.shape) / layout.tp
+        ends = table * (2 if contents.has_embedding and not self.shape.tied else 1)
+        layer = max(0.0, mine.dense + mine.experts - ends) / max(1, contents.layers)
+        is_sharded = self.sharding.parameters != "none"
+        ahead = layer * software.parameter_bytes if is_sharded and layout.reshard_after_forward else 0.0
+        uses = 1 + contents.mtp
+        found = [at(kept + 2 * stream, uses * logit, later + table * each, gathered.head + ahead)]
+        if not is_sharded or self.defers_reduce:
+            return found
+        shards = self.groups.dense.shards(self.sharding.gradients)
+        reduced = later or table * software.gradient_bytes / shards
+        reducing = table * software.gradient_bytes
+        found.append(at(kept + stream, (uses - 1) * logit, reduced + table * each, reducing + ahead))
+        if contents.mtp:
+            # Gradients of the two tables wait for those of their other uses, and one is new; both tables are gathered.
+            waiting = 3 * table * each
+            tables, reducing = 2 * gathered.head, layer * software.gradient_bytes
+            freed = kept / max(1, contents.layers)
+            found.append(at(kept - freed, (uses - 1) * logit + waiting, later, tables + ahead + reducing))
+        else:
+            again = self._backward_bytes(contents)
+            # Experts are gathered by themselves: the next layer is not gathered yet.
+            around = ahead if contents.moe else 2 * ahead
+            found.append(at(kept + again, 0.0, reduced + weight_grad, reducing + around))
+        return found
 
     def _deferred_weight_grad_bytes(self, rank: int, contents: StageContents) -> float:
         """Gradients of matmul outputs, kept from the backward for inputs to that for weights.

@@ -208,13 +208,16 @@ class _StepEstimator(LayoutShapes):
             return None
         mine = self.rank_parameters(contents)
         pieces = max(1, contents.layers)
-        gather = scatter = 0.0
+        gather = scatter = table_gather = 0.0
+        table = table_parameters(self.shape) / self.layout.tp if contents.has_head else 0.0
         for count, dense in ((mine.dense, True), (mine.experts, False)):
             span = self.groups.shard_group(dense, over if over != "none" else self.sharding.gradients)
             if not count or prod(span) == 1:
                 continue
             if over != "none":
-                gather += pieces * all_gather_time(self.network, span, count * self.software.parameter_bytes / pieces)
+                seconds = pieces * all_gather_time(self.network, span, count * self.software.parameter_bytes / pieces)
+                gather += seconds
+                table_gather += seconds * table / count if dense else 0.0
             if every:
                 gradients = count * self.software.gradient_bytes / pieces
                 scatter += pieces * reduce_scatter_time(self.network, span, gradients)
@@ -225,14 +228,14 @@ class _StepEstimator(LayoutShapes):
         # Gathers and reductions copy through buffers; a measured `unit` is two gathers and a reduction.
         units = self._fsdp_unit_overhead(mine, contents) / 3
         gather += units
+        table_gather += units * table / (mine.dense + mine.experts)
         if every:
             scatter += units
         layout = self.layout
         if layout.reshard_after_forward:
+            again = table_gather * table_gathers(contents.mtp) / 2
             # The backward pass begins with the head, so it is not freed in between.
-            table = table_parameters(self.shape) / layout.tp / (mine.dense + mine.experts) if contents.has_head else 0.0
-            again = table * table_gathers(contents.mtp) / 2
-            return gather * (1 + again), gather * (1 - table + again) + scatter
+            return gather + again, gather - table_gather + again + scatter
         if layout.microbatches > 1 and (layout.pp > 1 or self.defers_reduce):
             often = gathers_per_stage(layout.schedule, layout.pp, layout.microbatches, layout.stages_per_rank)
             gather *= min(1.0, often / layout.microbatches)

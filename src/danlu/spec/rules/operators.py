@@ -3,19 +3,20 @@
 from collections.abc import Iterator
 
 from danlu.spec.load import ParsedSpec
+from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.plan import Plan
 from danlu.spec.problem import Problem
 from danlu.spec.recipe import Recipe
 from danlu.spec.rules.pipeline import PlanRule
 from danlu.spec.rules.shape import LayoutRule
 
-_IN_BLOCKS = ("gated_product", "rotate")
-"""Operators of blocks alone; a norm also stands before the head."""
+IN_BLOCKS: tuple[RoutedOperator, ...] = ("gated_product", "rotate")
+"""Operators of blocks alone, which compiled blocks do not call; a norm also stands before the head."""
 
 
 def compiled_blocks_choose_nothing(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
     """A compiler makes its own kernels of what a block computes."""
-    for name in _IN_BLOCKS:
+    for name in IN_BLOCKS:
         if plan.value.compile and name in plan.value.operators:
             yield plan.problem(
                 f"operators.{name}",
