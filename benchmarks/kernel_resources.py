@@ -43,7 +43,9 @@ def measure(name: str, target_name: str) -> dict[str, Any]:
 
 def show(console: Console, results: dict[str, dict[str, dict[str, Any]]]) -> None:
     """A table with a row for every kernel and target."""
-    table = Table("kernel", "target", "tile", title="One thread's registers and spills, a block's shared memory")
+    table = Table(title="One thread's registers and spills, a block's shared memory")
+    for column in ("kernel", "target", "tile"):
+        table.add_column(column, no_wrap=True)
     for column in ("threads", "registers", "spills", "shared", "matrix", "seconds"):
         table.add_column(column, justify="right")
     table.add_column("budget")

@@ -30,6 +30,7 @@ class Brought:
     plan: Plan
     arguments: dict[str, Any] = field(default_factory=dict)
     tensor: dict[str, TPStyleName] = field(default_factory=dict)
+    use_kernels: bool = False
     warns: str = ""
     """What a rank warns of, because the layout does not train as one process would."""
 
@@ -49,7 +50,7 @@ def _layout(name: str, factory: str = "PlainModel", microbatches: int = 1, **set
     degrees = Degrees(
         **{axis: settings.pop(axis) for axis in ("pp", "replicate", "shard", "tp", "ep") if axis in settings}
     )
-    brought = {key: settings.pop(key) for key in ("arguments", "tensor", "warns") if key in settings}
+    brought = {key: settings.pop(key) for key in ("arguments", "tensor", "use_kernels", "warns") if key in settings}
     plan = Plan(degrees=degrees, microbatches=microbatches, pipeline=pipeline, **settings)
     return Brought(name, factory, plan, **brought)
 
@@ -120,6 +121,13 @@ LAYOUTS = [
     _layout("pp 2, shard 2", pp=2, shard=2, microbatches=2),
     _layout("llama pp 2, tp 2", "llama", pp=2, tp=2, microbatches=2),
     _layout("qwen3 shard 2, tp 2, recompute", "qwen3", shard=2, tp=2, recompute="full"),
+    # Danlu's operators in their norms and MLPs.
+    _layout("llama, kernels", "llama", use_kernels=True),
+    _layout("llama shard 2, kernels, compile", "llama", shard=2, compile=True, use_kernels=True),
+    _layout("llama shard 2, kernels, selective recompute", "llama", shard=2, recompute="selective", use_kernels=True),
+    _layout("qwen3 tp 2, kernels", "qwen3", tp=2, use_kernels=True),
+    _layout("llama pp 2, kernels, recompute", "llama", pp=2, microbatches=2, recompute="full", use_kernels=True),
+    _layout("mixtral ep 2, kernels", "mixtral", shard=2, ep=2, use_kernels=True),
 ]
 
 
@@ -130,6 +138,7 @@ def recipe(layout: Brought, shards: str) -> Recipe:
         arguments=layout.arguments,
         vocabulary=VOCABULARY,
         tensor=layout.tensor,
+        use_kernels=layout.use_kernels,
     )
     return Recipe(
         name="brought",

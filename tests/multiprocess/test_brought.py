@@ -19,7 +19,7 @@ BAR = 1e-5
 QUICK = (
     *("one rank", "tied", "shard 2", "replicate 2, accumulate 2", "tp 2", "pp 2 interleaved", "llama shard 2"),
     *("qwen3 tp 2, its own plan", "llama pp 2, recompute", "dropout, shard 2", "dropout, pp 2", "shard 2, tp 2, tied"),
-    "mixtral ep 2",
+    *("mixtral ep 2", "qwen3 tp 2, kernels", "llama pp 2, kernels, recompute"),
 )
 
 

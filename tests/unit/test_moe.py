@@ -1,5 +1,6 @@
 """Expert layers against one token at a time."""
 
+from collections import Counter
 from itertools import product
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from danlu.framework.decoder.block import Mlp
 from danlu.framework.decoder.moe import AuxLossInjector, MoeLayer, Router
 from danlu.parallel.expert import balanced_send_counts
 from danlu.spec.model import Moe
+from danlu.torch_compat import TorchDispatchMode
 
 WIDTH, EXPERTS = 8, 6
 Activation = Literal["swiglu", "gelu"]
@@ -266,3 +268,32 @@ def test_a_group_is_chosen_by_its_two_best_experts_and_none_outside_it() -> None
 def test_groups_that_cannot_be_chosen_from_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layer(**changes)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(function)] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("balance", ["loss", "bias", "none"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_waits_for_no_value_of_its_device(balance: str, bias: bool) -> None:
+    """On a device whose tensors have no values, where whatever reads one fails; forward and backward."""
+    moe = Moe.model_validate({"experts": 8, "top_k": 2, "width": 32, "balance": balance, "bias": bias, "shared": 1})
+    made = MoeLayer(64, moe, "swiglu", Mlp(64, 32, "swiglu", bias=False)).to(torch.bfloat16).to("meta")
+    x = torch.empty(2, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with Calls() as calls:
+        made(x).sum().backward()
+    assert x.grad is not None and all(each.grad is not None for each in made.experts.parameters())
+    grouped = sum(count for name, count in calls.names.items() if "grouped_mm" in name)
+    assert grouped == 9, "gate, up and down, and both gradients of each: no product for every expert"
+    assert not [name for name in calls.names if "_local_scalar_dense" in name or "nonzero" in name]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        made.router.load_E.tolist()  # the device would notice

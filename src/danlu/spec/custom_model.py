@@ -21,7 +21,7 @@ TPStyleName = Literal["column", "row", "table", "gathered", "heads"]
 class CustomModel(SpecModel):
     """Any `nn.Module` that takes tokens (`[sequences, length]`) and returns logits (`[sequences, length, vocabulary]`).
 
-    The module is not modified. Sharding its states needs nothing else; recompute, compile and a pipeline need its
+    The module's code is not changed. Sharding its states needs nothing else; recompute, compile and a pipeline need its
     layers in a list, and `tp` a map of its matrices.
     """
 
@@ -42,4 +42,8 @@ class CustomModel(SpecModel):
     """How `tp` shards modules, by patterns over their names: `"layers.*.attention.q" = "column"`.
 
     If omitted, the `tp_plan` of a `transformers` model is used.
+    """
+    use_kernels: bool = False
+    """Compute its RMS norms and gated MLPs with Danlu's operators. Each is tried before: one that computes something
+    else keeps its own forward, with a warning.
     """

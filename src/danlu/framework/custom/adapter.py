@@ -17,6 +17,7 @@ from danlu.framework.custom.experts import (
     known_experts,
 )
 from danlu.framework.custom.forward_trace import trace_forward
+from danlu.framework.custom.kernels import apply_kernels
 from danlu.framework.custom.module_adapter import (
     ModuleAdapter,
     check_layer_list,
@@ -65,6 +66,7 @@ class CustomModelAdapter(ModuleAdapter):
             return_logits(stage_module)
         else:
             keep_stage_layers(stage_module, self.structure, self.forward_trace, layer_range)
+        self._apply_kernels(stage_module)
         self._layer_ranges[stage_module] = layer_range
         layers = {number: stage_module.get_submodule(self.structure.blocks[number]) for number in layer_range}
         self.layer_seeds.append(LayerSeeds(stage_module, layers, self.plan.microbatches))
@@ -91,7 +93,7 @@ class CustomModelAdapter(ModuleAdapter):
         """Initial values from the user's code; left undefined where `weights` are read afterwards.
 
         The full module is built on every rank and each copies its shards: the only way to get the values that unknown
-        code would give. With `tp` the full module is also the reference that the sharded one is compared with.
+        code would give. With `tp` and with `use_kernels` the full module is also what the other one is compared with.
         """
         stage_modules = list(stage_modules)
         if not has_real_tensors():
@@ -118,11 +120,11 @@ class CustomModelAdapter(ModuleAdapter):
         full_module = build_seeded_module(self.custom_model, self.recipe.seed)
         if self.recipe.data.document_mask and has_real_tensors():
             verify_documents(full_module, self.custom_model.vocabulary)
-        verify = mesh.size("tp") > 1 and has_real_tensors()
-        expected = self._expected(full_module) if verify else None
+        is_real, has_tp = has_real_tensors(), mesh.size("tp") > 1
+        expected = self._expected(full_module) if is_real and (has_tp or self.custom_model.use_kernels) else None
         expected_dropout = (
             self._expected(full_module, _seeds(full_module, self.structure))
-            if verify and not self.plan.compile
+            if is_real and has_tp and not self.plan.compile
             else None
         )
         dropout_matches = True
@@ -149,6 +151,11 @@ class CustomModelAdapter(ModuleAdapter):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _apply_kernels(self, module: nn.Module) -> None:
+        if self.custom_model.use_kernels:
+            unit = self.structure.blocks[0] if self.structure.blocks else self.root
+            apply_kernels(module, precision.compute_dtype(self.recipe.precision, unit), self.custom_model.factory)
 
     def _expected(self, full_module: nn.Module, seeds: LayerSeeds | None = None) -> ReferenceOutputs:
         shape = (
@@ -192,6 +199,7 @@ class CustomModelAdapter(ModuleAdapter):
         if degrees.ep > 1:
             check_expert_parallelism(self.meta_module, self.structure, plan)
         check_precision_patterns(self.structure, self.recipe.precision)
+        self._apply_kernels(self.meta_module)
         parameters = [ParameterShape(name, tuple(each.shape)) for name, each in self.meta_module.named_parameters()]
         for problem in group_problems(self.recipe.optimizer, parameters):
             raise CustomModelError(*problem)

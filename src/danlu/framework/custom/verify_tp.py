@@ -112,7 +112,7 @@ def _run(module: nn.Module, given: Any, tp: int, seeds: LayerSeeds | None = None
     try:
         return _forward(module, given, seeds)
     except RuntimeError as error:
-        raise _wrong(tp, f"the module fails when it is sharded: {error}") from error
+        raise _wrong(tp, f"the module fails with it: {error}") from error
 
 
 def _forward(module: nn.Module, given: Any, seeds: LayerSeeds | None = None) -> Tensor:
@@ -134,9 +134,8 @@ def _deviation(actual: Tensor, expected: Tensor) -> float:
 def _compare(actual: Tensor, expected: Tensor, tp: int) -> None:
     deviation = _deviation(actual, expected)
     if not deviation <= TP_TOLERANCE[actual.dtype]:
-        raise _wrong(
-            tp, f"the tensor-parallel output differs from the unsharded one by {deviation:.1%} of its largest value"
-        )
+        kinds = ("the tensor-parallel output", "the unsharded one") if tp > 1 else ("its output", "that without it")
+        raise _wrong(tp, f"{kinds[0]} differs from {kinds[1]} by {deviation:.1%} of its largest value")
 
 
 def _keep(hidden_states: list[Tensor], module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -144,6 +143,8 @@ def _keep(hidden_states: list[Tensor], module: nn.Module, inputs: tuple[Any, ...
 
 
 def _wrong(tp: int, message: str) -> CustomModelError:
+    if tp == 1:
+        return CustomModelError("model.use_kernels", f"is true, but {message}", "use_kernels = false")
     return CustomModelError(
         "degrees.tp",
         f"is {tp}, but {message}",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from danlu.spec.custom_model import CustomModel
 from danlu.spec.load import ParsedSpec
 from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.plan import Plan
@@ -12,6 +13,9 @@ from danlu.spec.rules.shape import LayoutRule
 
 IN_BLOCKS: tuple[RoutedOperator, ...] = ("gated_product", "rotate")
 """Operators of blocks alone, which compiled blocks do not call; a norm also stands before the head."""
+
+_OF_MODULES: tuple[RoutedOperator, ...] = ("rms_norm", "gated_product")
+"""Operators that `use_kernels` puts into modules of a custom model."""
 
 
 def compiled_blocks_choose_nothing(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
@@ -26,13 +30,17 @@ def compiled_blocks_choose_nothing(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
 
 
 def custom_models_call_their_own(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Of a custom model only the loss is Danlu's."""
+    """Of a custom model only the loss is Danlu's; with `use_kernels` its norms and gated MLPs, too."""
+    model = recipe.value.model
+    replaced = _OF_MODULES if isinstance(model, CustomModel) and model.use_kernels else ()
     for name, implementation in plan.value.operators.items():
-        if name != "cross_entropy":
+        if name != "cross_entropy" and name not in replaced:
             yield plan.problem(
                 f"operators.{name}",
                 f'is "{implementation}", but a custom model (`model.factory`) computes with its own modules',
-                "remove it, or describe the model by its shape",
+                "`use_kernels = true` under [model]"
+                if name in _OF_MODULES
+                else "remove it, or describe the model by its shape",
             )
 
 
