@@ -188,6 +188,12 @@ def _layouts() -> list[Layout]:
     dense("zero-bubble, recompute full", pp=2, microbatches=4, schedule="zero-bubble", per_rank=2, recompute="full")
     moe("ep, recompute full", shard=2, ep=2, recompute="full")
     moe("ep, recompute selective", shard=2, ep=2, recompute="selective")
+    # Logits of some of the vocabulary at a time.
+    dense("one rank, loss in parts", loss_chunks=5)
+    dense("tp, loss in parts", tp=2, loss_chunks=3)
+    gpt("fsdp, accumulated, loss in parts", shard=2, microbatches=2, loss_chunks=4)
+    dense("tp × cp, recompute full, loss in parts", tp=2, cp=2, loss_chunks=4, recompute="full")
+    moe("ep × tp, loss in parts", shard=2, tp=2, ep=2, loss_chunks=2)
     # Inputs of tensor-parallel matrices gathered again.
     dense("tp, regathered", tp=2, regather_inputs=True)
     gpt("tp, regathered", tp=2, regather_inputs=True)
@@ -431,6 +437,8 @@ QUICK = (
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
     *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
     "fsdp × tp, regathered",
+    "tp, loss in parts",
+    "gpt fsdp, accumulated, loss in parts",
     *("NNG: fsdp, kept gathered, reduced once", "IIG: hsdp × tp, moments over all"),
     *("moe fsdp × ep", "moe ep over tp", "tp × ring cp", "moe ep 4 over two levels, deduplicated"),
     *("muon hsdp", "muon fsdp × tp"),

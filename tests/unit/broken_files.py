@@ -208,6 +208,7 @@ CONTRADICTIONS = {
         "pp = 2", f'recompute = {{full = "0", selective = "1"}}\n{ZERO_BUBBLE}'
     ),
     "operators-compiled": _plan("shard = 2", 'compile = true\noperators = {rotate = "torch"}'),
+    "loss-in-parts-of-a-pipeline": _plan("pp = 2", "microbatches = 2\nloss_chunks = 4"),
     "regather-without-tp": _plan("shard = 2", "regather_inputs = true"),
     "regather-compiled": _plan("tp = 2", "regather_inputs = true\ncompile = true"),
     "regather-recomputed": _plan("tp = 2", 'regather_inputs = true\nrecompute = "selective"'),

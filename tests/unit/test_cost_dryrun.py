@@ -65,6 +65,8 @@ DENSE = {
         plan(replicate=2, shard=2, tp=2, microbatches=2, reduce_gradients="step", shard_optimizer_over_replicas=True),
         32,
     ),
+    "fsdp, loss in parts": (plan(shard=8, loss_chunks=8), 8),
+    "fsdp × tp, loss in parts, recomputed": (plan(shard=4, tp=2, recompute="full", microbatches=2, loss_chunks=4), 32),
     "hsdp × cp": (plan(replicate=2, shard=4, cp=2), 8),
     "hsdp × cp, selective": (plan(replicate=2, shard=4, cp=2, recompute="selective"), 8),
     "hsdp × ring cp": (plan(replicate=2, shard=4, cp=2, context_parallel="ring"), 8),

@@ -1,9 +1,13 @@
 """Cross-entropy of one rank; that of several is in tests/multiprocess/test_collectives.py."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from danlu.parallel.loss import cross_entropy_sum
+from danlu.parallel.batch import IGNORE_INDEX
+from danlu.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
+from danlu.torch_compat import TorchDispatchMode
 
 
 def test_it_is_the_sum_over_all_positions() -> None:
@@ -25,3 +29,62 @@ def test_it_is_taken_in_fp32_whatever_the_scores_are_in() -> None:
 def test_a_target_beyond_the_vocabulary_is_an_error() -> None:
     with pytest.raises(IndexError, match="out of bounds"):
         cross_entropy_sum(torch.zeros(1, 1, 4), torch.tensor([[4]]), None)
+
+
+def head(dtype: torch.dtype, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(2, 5, 8, generator=generator), torch.randn(vocabulary, 8, generator=generator)
+    targets = torch.randint(vocabulary, (2, 5), generator=generator)
+    targets[0, 1] = IGNORE_INDEX
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 11, 40])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+)
+def test_logits_in_parts_give_the_loss_and_gradients_of_all_at_once(
+    dtype: torch.dtype, close: float, chunks: int
+) -> None:
+    x, weight, targets = head(dtype)
+    expected = cross_entropy_sum(x @ weight.T, targets, None) * 0.25
+    wanted = torch.autograd.grad(expected, (x, weight))
+    loss = linear_cross_entropy_sum(x, weight, targets, None, chunks) * 0.25
+    found = torch.autograd.grad(loss, (x, weight))
+    torch.testing.assert_close(loss, expected, rtol=close, atol=close)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
+    assert not found[0][0, 1].any(), "a position that does not count"
+
+
+def test_parts_of_nothing_but_minus_infinity_add_nothing() -> None:
+    x, targets = torch.ones(1, 3, 1), torch.tensor([[2, 2, 3]])
+    weight = torch.tensor([[-torch.inf], [-torch.inf], [0.0], [1.0]])
+    loss = linear_cross_entropy_sum(x, weight, targets, None, 4)
+    assert loss.item() == pytest.approx(cross_entropy_sum(x @ weight.T, targets, None).item(), rel=1e-6)
+
+
+def test_logits_in_parts_see_targets_beyond_the_vocabulary() -> None:
+    x, weight, targets = head(torch.float32)
+    with pytest.raises(IndexError, match="out of bounds"):
+        linear_cross_entropy_sum(x, weight, targets + 11, None, 3)
+
+
+def test_of_logits_in_parts_one_is_in_memory() -> None:
+    tokens, width, vocabulary, chunks = 256, 4, 4096, 8
+    x, weight = torch.randn(1, tokens, width).requires_grad_(), torch.randn(vocabulary, width).requires_grad_()
+    targets = torch.randint(vocabulary, (1, tokens))
+    most = [0]
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            for each in result if isinstance(result, tuple) else (result,):
+                if isinstance(each, torch.Tensor):
+                    most[0] = max(most[0], each.numel())
+            return result
+
+    with Largest():
+        linear_cross_entropy_sum(x, weight, targets, None, chunks).backward()
+    assert most[0] == tokens * vocabulary // chunks

@@ -11,9 +11,17 @@ from danlu.ops import embedding_head as ends
 from danlu.ops import mtp
 
 
-def embedding_head_time(context: CostContext, local: LocalShape, *, embedding: bool, head: bool) -> tuple[float, float]:
-    """Seconds forward and backward of a rank's embedding and head; the head runs once more per MTP token."""
+def embedding_head_time(
+    context: CostContext, local: LocalShape, *, embedding: bool, head: bool, logits_again: bool = False
+) -> tuple[float, float]:
+    """Seconds forward and backward of a rank's embedding and head; the head runs once more per MTP token.
+
+    With `logits_again` the backward pass computes logits that were not kept.
+    """
     forward, backward = _ends(context, local, embedding=embedding, head=head)
+    if head and logits_again:
+        device = replace(context.device, peak=context.device.peak_16bit) if context.device.uses_fp8 else context.device
+        backward += matmul_time(device, *ends.head_matmul(local.shard)[:3])
     if head and context.shape.mtp:
         rows, columns, inner = mtp.project_matmul(local.shard)[:3]
         forward += context.shape.mtp * matmul_time(context.device, rows, columns, inner)

@@ -30,6 +30,8 @@ class ParallelLayout(NamedTuple):
     reduces_once_per_step: bool = False
     """Whether gradients are kept whole until the last microbatch; also if the software knows nothing else."""
     optimizer_over_replicas: bool = False
+    loss_chunks: int = 1
+    """Parts of the vocabulary whose logits are computed one after another, and again in the backward pass."""
     ring: bool = False
     """Whether `cp` is a ring; also if the software knows nothing else."""
     group_shapes: tuple[tuple[str, GroupShape], ...] = ()
@@ -70,6 +72,7 @@ def layout_from_plan(plan: Plan, cluster: Cluster) -> ParallelLayout:
         reshard_after_forward=plan.resolved_reshard_after_forward,
         reduces_once_per_step=plan.reduce_gradients == "step",
         optimizer_over_replicas=plan.shard_optimizer_over_replicas,
+        loss_chunks=plan.loss_chunks,
         ring=plan.context_parallel == "ring",
         group_shapes=spans,
     )

@@ -66,7 +66,8 @@ class RankCounter(LayoutShapes):
             again = linear + core - (last.flops if last else 0.0) if recompute == "full" else 0.0
             total += count * (3 * linear + (1 + backward) * core + again)
         if contents.has_head:
-            total += 3 * (1 + contents.mtp) * embedding_head.head_flops(shard)
+            passes = 4 if self.layout.loss_chunks > 1 else 3  # logits that are not kept are computed again
+            total += passes * (1 + contents.mtp) * embedding_head.head_flops(shard)
         total += 3 * contents.mtp * mtp.project_matmul(shard).flops
         return self.layout.microbatches * total
 

@@ -226,7 +226,11 @@ class RankMemoryEstimator(LayoutShapes):
 
     def _loss_bytes(self, together: int) -> float:
         """Bytes at the loss of one microbatch, and of those whose loss was computed before."""
-        return loss_bytes(self.shard, self.software.activation_bytes, together)
+        each, chunks = self.software.activation_bytes, self.layout.loss_chunks
+        if chunks == 1:
+            return loss_bytes(self.shard, each, together)
+        # One part of the logits and their gradient, and of hidden states the gradient, a sum in fp32, and a summand.
+        return loss_bytes(self.shard, each, 1) / chunks + (4 + each) * self.shard.tokens * self.shape.width
 
     def _memory(
         self, states: tuple[float, float, float], activations: float, logits: float, buffers: float

@@ -174,7 +174,11 @@ class _StepEstimator(LayoutShapes):
             backward += count * (time.backward.total + ratio * time.recompute.total)
             weights += count * time.weight_grad
         ends_forward, ends_backward = embedding_head_time(
-            self.context, self.local, embedding=contents.has_embedding, head=contents.has_head
+            self.context,
+            self.local,
+            embedding=contents.has_embedding,
+            head=contents.has_head,
+            logits_again=self.layout.loss_chunks > 1,
         )
         parts["head"] += ends_forward + ends_backward
         forward, backward = forward + ends_forward, backward + ends_backward

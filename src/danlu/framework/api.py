@@ -238,6 +238,9 @@ def _check_axes(plan: Plan) -> None:
     if plan.reduce_gradients is not None:
         message = f'is "{plan.reduce_gradients}", but your loop calls backward, and nothing here would read it'
         raise CustomModelError("reduce_gradients", message, "call the module's set_requires_gradient_sync yourself")
+    if plan.loss_chunks > 1:
+        message = f"is {plan.loss_chunks}, but your loop computes the loss, and nothing here would read it"
+        raise CustomModelError("loss_chunks", message, "leave it out, or train with a recipe")
     if plan.operators:
         message = f"chooses {', '.join(plan.operators)}, but your module computes with its own operators"
         raise CustomModelError("operators", message, "leave it out, or train with a recipe")

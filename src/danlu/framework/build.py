@@ -105,6 +105,8 @@ def _passes(
 ) -> ForwardBackward:
     """Forward and backward of a global batch of `tokens`, in so many microbatches on this rank."""
     loss: MeanLoss = partial(_loss, tokens=tokens, vocabulary=recipe.model.vocabulary, tensor_group=mesh.group("tp"))
+    if plan.loss_chunks > 1:
+        loss = partial(_mean, tokens=tokens)
     if scaler:
         loss = partial(_scaled, loss, scaler)
     passes = _main_passes(plan, mesh, adapter, modules, loss, microbatches)
@@ -173,6 +175,9 @@ def _loss(
 ) -> Tensor:
     """This rank's share of the mean loss; logits may be sharded by vocabulary over the tensor-parallel ranks."""
     group = None if logits_BSV.shape[-1] == vocabulary else tensor_group
-    if counted is None:
-        return cross_entropy_sum(logits_BSV, targets_BS, group) / tokens
-    return cross_entropy_sum(logits_BSV, targets_BS, group) / counted.clamp(min=1)
+    return _mean(cross_entropy_sum(logits_BSV, targets_BS, group), targets_BS, counted, tokens=tokens)
+
+
+def _mean(summed: Tensor, targets_BS: Tensor, counted: Tensor | None, *, tokens: int) -> Tensor:
+    """The same of a sum over this rank's targets."""
+    return summed / (tokens if counted is None else counted.clamp(min=1))

@@ -28,7 +28,10 @@ class GradientAccumulation:
             set_replica_all_reduce(self.stage_module, is_last)
             if self.plan.reduces_once_per_step:
                 defer_reduction(self.stage_module, not is_last, not self.plan.resolved_reshard_after_forward)
-            loss = self.loss(self.stage_module(piece.tokens, **piece.model_inputs), piece.targets, counted)
+            inputs = piece.model_inputs
+            if self.plan.loss_chunks > 1:  # the head itself makes the loss out of some logits at a time
+                inputs = inputs | {"targets": piece.targets}
+            loss = self.loss(self.stage_module(piece.tokens, **inputs), piece.targets, counted)
             loss.backward()
             total += loss.detach()
         return total

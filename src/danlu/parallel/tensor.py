@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from danlu.parallel.fsdp import silence_view_warning
 from danlu.parallel.joint_gather import apply_joint_column, apply_joint_gather
+from danlu.parallel.loss import linear_cross_entropy_sum
 from danlu.parallel.regather import apply_regather
 from danlu.torch_compat import flatten_sequence_first
 
@@ -34,6 +35,7 @@ TPStyle = Literal[
     "joint column",
     "vocabulary",
     "logits",
+    "logits in parts",
     "row replicated",
     "table replicated",
     "column gathered",
@@ -50,6 +52,7 @@ TPStyle = Literal[
   matrix that reads one of them, sharded by outputs (latent attention)
 - vocabulary: a table sharded by rows
 - logits: the output matrix, sharded by the vocabulary; its result stays sharded
+- logits in parts: the same, and with targets the result is their loss, from some of the logits at a time
 
 Where hidden states are replicated (custom models):
 
@@ -86,6 +89,26 @@ class VocabParallel(ParallelStyle):
         return DTensor.from_local(found, mesh, [Partial()]).redistribute(placements=[self.output]).to_local()
 
 
+class LogitsInParts(ParallelStyle):
+    """An output matrix sharded by the vocabulary that can be given targets, `chunks` of the module at a time."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module.get_parameter("weight")
+        module.weight = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(0)]), weight.requires_grad)
+        module.forward = partial(self._score, module, device_mesh)
+        return module
+
+    def _score(self, score: nn.Module, mesh: DeviceMesh, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        weight = score.weight
+        assert isinstance(weight, DTensor)
+        gathered = DTensor.from_local(x_BSD, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+        x_BSD, held_VD = gathered.to_local(grad_placements=[Partial()]), weight.to_local()
+        if targets_BS is None:
+            return F.linear(x_BSD, held_VD)
+        chunks = cast(int, score.chunks)
+        return linear_cross_entropy_sum(x_BSD, held_VD, targets_BS, mesh.get_group(), chunks)
+
+
 class HeadParallel(ParallelStyle):
     """A module whose `weight` has one row per head, and whose result are the rows of this rank's heads."""
 
@@ -118,6 +141,8 @@ def _style(style: TPStyle) -> ParallelStyle:
             return VocabParallel(Shard(1))
         case "logits":
             return ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
+        case "logits in parts":
+            return LogitsInParts()
         case "row replicated":
             return RowwiseParallel()
         case "table replicated":

@@ -298,6 +298,7 @@ class PlanPricer:
             reshard_after_forward=data.reshard_after_forward,
             reduces_once_per_step=data.reduces_once_per_step,
             optimizer_over_replicas=data.optimizer_over_replicas,
+            loss_chunks=schedule.loss_chunks,
             ring=shape.ring,
             group_shapes=group_shapes,
         )

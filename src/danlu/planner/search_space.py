@@ -68,6 +68,8 @@ class ScheduleKnobs(NamedTuple):
     """Every block; searched only if it is asked for."""
     deduplicated: bool = False
     """`token_dispatcher` is deduplicated; not searched."""
+    loss_chunks: int = 1
+    """Not searched."""
 
 
 class DataKnobs(NamedTuple):
@@ -112,6 +114,7 @@ class Candidate(NamedTuple):
             reshard_after_forward=None if data.reshard_after_forward == usual else data.reshard_after_forward,
             reduce_gradients="step" if data.reduces_once_per_step else None,
             shard_optimizer_over_replicas=data.optimizer_over_replicas,
+            loss_chunks=schedule.loss_chunks,
         )
 
 
@@ -133,6 +136,7 @@ def candidate_from_plan(plan: Plan) -> Candidate:
         plan.regather_inputs,
         plan.compile,
         plan.token_dispatcher == "deduplicated",
+        plan.loss_chunks,
     )
     data = DataKnobs(
         degrees.replicate,

@@ -47,6 +47,7 @@ def _degrees(plan: Plan) -> str:
         "attention over cp": plan.context_parallel if plan.degrees.cp > 1 else "none",
         "recompute": str(plan.recompute),
         "compile": "every block" if plan.compile else "no",
+        "logits": f"in {plan.loss_chunks} parts" if plan.loss_chunks > 1 else "all at once",
         "inputs gathered by tp": "gathered again" if plan.regather_inputs else "kept",
         "parameters after forward": "freed (ZeRO-3)" if plan.resolved_reshard_after_forward else "kept (ZeRO-2)",
         "gradients reduced": "once per step" if plan.reduces_once_per_step else "after every microbatch",

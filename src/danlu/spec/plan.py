@@ -171,6 +171,11 @@ class Plan(SpecModel):
     Parameters and gradients stay within their group of `degrees.shard` ranks; of moments a rank keeps what it would if
     all ranks were one group.
     """
+    loss_chunks: int = Field(default=1, ge=1, le=1024)
+    """Parts of the vocabulary whose logits are computed one after another, and again in the backward pass.
+
+    Above 1, logits and their gradients take so many times less memory, and the head a third more time.
+    """
     regather_inputs: bool = False
     """Free what `tp` gathered for a layer's matrices after the forward pass, and gather it again in the backward pass.
 

@@ -44,7 +44,10 @@ class DecoderAdapter:
         """The layers of a stage, with the embedding on the first and the head on the last."""
         layers = self.plan.stage_layers(self.model.layers)[stage]
         with torch.device("meta"):
-            return Decoder(self.model, layers, first=stage == 0, last=stage == self.plan.num_stages - 1)
+            decoder = Decoder(self.model, layers, first=stage == 0, last=stage == self.plan.num_stages - 1)
+        if decoder.head is not None:
+            decoder.head.score.chunks = self.plan.loss_chunks
+        return decoder
 
     def apply_model_parallel(self, stage_module: nn.Module, mesh: ParallelMesh) -> None:
         """Apply `tp`, `cp` and `ep`, and set the batch size of routers."""

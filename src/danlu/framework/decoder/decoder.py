@@ -13,6 +13,7 @@ from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.block import Block
 from danlu.framework.decoder.mtp import MtpLosses, MtpModule
 from danlu.framework.decoder.norm import build_norm
+from danlu.parallel.loss import linear_cross_entropy_sum
 from danlu.parallel.sequence_shard import SequenceShard
 from danlu.spec.model import Model
 
@@ -61,19 +62,40 @@ class EmbedCopy(Embed):
         super().__init__(model.model_copy(update={"position": "rope"}))
 
 
+class Score(nn.Linear):
+    """The output projection; with targets, the sum of their cross-entropy, from some of the logits at a time."""
+
+    chunks = 1
+    """Parts of the vocabulary whose logits are computed one after another; 1: targets are not taken."""
+
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """Logits, or a loss."""
+        if targets_BS is None:
+            return super().forward(x_BSD)
+        return linear_cross_entropy_sum(x_BSD, self.weight, targets_BS, None, self.chunks)
+
+
 class Head(nn.Module):
     """The final norm and the output projection, whose logits may be capped."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.norm = build_norm(model)
-        self.score = nn.Linear(model.width, model.vocabulary, bias=False)
+        self.score = Score(model.width, model.vocabulary, bias=False)
         self.softcap = model.logit_softcap
 
-    def forward(self, x_BSD: Tensor, normed: bool = False, with_normed: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits over the vocabulary at every position; `with_normed`, also the hidden states after the norm."""
+    def forward(
+        self, x_BSD: Tensor, normed: bool = False, with_normed: bool = False, targets_BS: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits over the vocabulary at every position; `with_normed`, also the hidden states after the norm.
+
+        With targets, the sum of their cross-entropy instead.
+        """
         if not normed:
             x_BSD = self.norm(x_BSD)
+        if targets_BS is not None:
+            loss: Tensor = self.score(x_BSD, targets_BS)
+            return loss
         logits_BSV: Tensor = self.score(x_BSD)
         if self.softcap is not None:
             logits_BSV = self.softcap * torch.tanh(logits_BSV / self.softcap)
@@ -121,11 +143,13 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         tokens_ahead: Tensor | None = None,
         targets_ahead: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Tokens (or hidden states of the previous stage) to logits (or hidden states for the next stage).
 
         With `positions`, of every token of the full sequences in its document, documents do not see each other. With
-        tokens and targets ahead (`TokensAhead`), the modules of multi-token prediction add their losses.
+        tokens and targets ahead (`TokensAhead`), the modules of multi-token prediction add their losses. With `targets`
+        the head returns the sum of their cross-entropy instead of logits.
         """
         if self.first:
             assert self.embed is not None
@@ -136,7 +160,7 @@ class Decoder(nn.Module):
         if self.head is None:
             return x
         if tokens_ahead is None or targets_ahead is None or self.mtp_losses is None:
-            return self.head(x)
+            return self.head(x, targets_BS=targets)
         logits, hidden = self.head(x, with_normed=True)
         ahead = self._logits_ahead(hidden, tokens_ahead, local, documents)
         return self.mtp_losses.inject(logits, ahead, targets_ahead)

@@ -38,7 +38,8 @@ def decoder_tp_plan(stage_module: Decoder, regathered: Container[int] = ()) -> d
         else:
             placements |= _mlp_placements(f"{name}.mlp", mlp, gather)
     if stage_module.head is not None:
-        placements |= {"head.norm": "sequence", "head.score": "logits"}
+        in_parts = stage_module.head.score.chunks > 1
+        placements |= {"head.norm": "sequence", "head.score": "logits in parts" if in_parts else "logits"}
     for depth in range(len(stage_module.mtp or ())):
         parts = ("embed_norm", "hidden_norm", "project", "norm")
         placements |= {f"mtp.{depth}.{part}": "sequence" for part in parts}

@@ -5,6 +5,7 @@ from danlu.spec.rules.context import CONTEXT_RULES
 from danlu.spec.rules.custom_model import CUSTOM_AXIS_RULES
 from danlu.spec.rules.data import DATA_RULES
 from danlu.spec.rules.expert_dispatch import EXPERT_DISPATCH_RULES
+from danlu.spec.rules.loss_chunks import CUSTOM_LOSS_CHUNK_RULES, DECODER_LOSS_CHUNK_RULES, LOSS_CHUNK_RULES
 from danlu.spec.rules.matmul import (
     DECODER_MATMUL_LAYOUT_RULES,
     DECODER_MATMUL_RULES,
@@ -28,6 +29,7 @@ DECODER_RECIPE_RULES = (*DECODER_SETTING_RULES, *DECODER_MATMUL_RULES, group_pat
 PLAN_RULES = (
     *STAGE_RULES,
     *REGATHER_RULES,
+    *LOSS_CHUNK_RULES,
     *STATE_SHARDING_RULES,
     *CONTEXT_RULES,
     *EXPERT_DISPATCH_RULES,
@@ -37,9 +39,20 @@ PLAN_RULES = (
 """Rules inside a plan."""
 LAYOUT_RULES = (*BATCH_RULES, *MATMUL_LAYOUT_RULES, *STATE_SHARDING_LAYOUT_RULES)
 """Rules between a recipe and a plan."""
-DECODER_LAYOUT_RULES = (*SHAPE_RULES, *PIPELINE_RULES, *DECODER_REGATHER_RULES, *DECODER_MATMUL_LAYOUT_RULES)
+DECODER_LAYOUT_RULES = (
+    *SHAPE_RULES,
+    *PIPELINE_RULES,
+    *DECODER_REGATHER_RULES,
+    *DECODER_LOSS_CHUNK_RULES,
+    *DECODER_MATMUL_LAYOUT_RULES,
+)
 """The same, where the model is described by its shape."""
-CUSTOM_LAYOUT_RULES = (*CUSTOM_AXIS_RULES, *CUSTOM_REGATHER_RULES, *CUSTOM_OPERATOR_RULES)
+CUSTOM_LAYOUT_RULES = (
+    *CUSTOM_AXIS_RULES,
+    *CUSTOM_REGATHER_RULES,
+    *CUSTOM_LOSS_CHUNK_RULES,
+    *CUSTOM_OPERATOR_RULES,
+)
 """The same, where the model is a custom module."""
 
 __all__ = [
