@@ -128,9 +128,10 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         for rows, begin in ctx.parts:
             logits_NV = x_ND @ weight_VD[rows].T
             gradient_NV = cross_entropy_backward(logits_NV, targets_N, highest_N, sums_N, factors_N, begin)
-            del logits_NV  # before the next part's
+            del logits_NV
             weight_gradient_VD[rows] = gradient_NV.T @ x_ND
             x_gradient_ND += gradient_NV @ weight_VD[rows]
+            del gradient_NV  # before the next part's logits
         return x_gradient_ND.type_as(x_ND), weight_gradient_VD, None, None, None
 
 
