@@ -192,7 +192,7 @@ def make_hf(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float3
         for parameter in model.parameters():
             deviation = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 and not family.startswith("gemma"):  # whose norms add it themselves
                 parameter.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

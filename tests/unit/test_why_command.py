@@ -19,6 +19,8 @@ from danlu.spec import EndEvent, RunFolder
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
     """The folder of a run."""
     monkeypatch.setattr("danlu.cli.why._LOOK_SECONDS", 0.2)
+    for reader in ("report.flight_tables", "resilience.diagnosis"):  # no thread beats here, as one of a rank
+        monkeypatch.setattr(f"danlu.{reader}.HEARTBEAT_LIMIT", 60.0)
     made = RunFolder(tmp_path / "runs" / "slow")
     made.path.mkdir(parents=True)
     for file in (made.recipe, made.plan, made.events):
