@@ -20,6 +20,7 @@ from reports import ROOT, commit, write_report
 RESULT = ROOT / "docs" / "reports" / "torch.json"
 REAL_RANKS = ("brought", "collectives", "dryrun", "repeat", "session", "train", "weights")
 """Tests of real ranks that use most of torch; the quick ones of each."""
+ON_ALL_CORES = ("-n", "auto", "--dist", "loadfile")
 
 
 def main() -> int:
@@ -32,8 +33,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
         runs = {
-            "unit": [*files_with_torch(), "-m", "not full", "-n", "auto", "--dist", "loadfile"],
-            "ranks": [*(f"tests/multiprocess/test_{name}.py" for name in REAL_RANKS), "-m", "not full"],
+            "unit": [*files_with_torch(), "-m", "not full", *ON_ALL_CORES],
+            "ranks": [*(f"tests/multiprocess/test_{name}.py" for name in REAL_RANKS), "-m", "not full", *ON_ALL_CORES],
             "parity": ["tests/multiprocess/test_parity.py", "--reports", folder],
         }
         counts = [run_tests(arguments, results / f"{name}.xml") for name, arguments in runs.items()]
