@@ -39,6 +39,7 @@ PARTS = {
     "collectives against numpy": f"benchmarks/collective_fuzz.py --report {REPORTS}/collective_fuzz.json",
     "start-up": f"benchmarks/start_up.py --report {REPORTS}/start_up.json",
     "dispatch": f"benchmarks/dispatch.py --report {REPORTS}/dispatch.json",
+    "dispatch in parts": f"benchmarks/dispatch_overlap.py --report {REPORTS}/dispatch_overlap.json",
     "topology": f"benchmarks/topology.py --report {REPORTS}/topology.json",
     "routers": f"benchmarks/routers.py --report {REPORTS}/routers.json",
     "chaos": f"benchmarks/chaos.py --faults 1000 --report {REPORTS}/chaos.json",

@@ -1,6 +1,9 @@
 """One row of the table of torch's minors: the tests that use torch, and every layout of the parity table.
 
-python benchmarks/torch_minor.py 2.9.1      # in an environment with that torch; `bash .ci/torch 2.9.1` makes one
+python benchmarks/torch_minor.py 2.9.1                  # in an environment with that torch
+python benchmarks/torch_minor.py 2.9.1 --only layouts   # the other part stays as it was found before
+
+`bash .ci/torch 2.9.1` makes such an environment, and passes options on.
 """
 
 import argparse
@@ -20,38 +23,46 @@ from reports import ROOT, commit, write_report
 RESULT = ROOT / "docs" / "reports" / "torch.json"
 REAL_RANKS = ("brought", "collectives", "dryrun", "repeat", "session", "train", "weights")
 """Tests of real ranks that use most of torch; the quick ones of each."""
-ON_ALL_CORES = ("-n", "auto", "--dist", "loadfile")
+PARTS = ("tests", "layouts")
 
 
 def main() -> int:
-    """Run the tests and write the row."""
+    """Run the tests, the table or both, and write what was found into the minor's row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="the torch that must be installed, such as 2.9.1")
-    wanted = parser.parse_args().version
+    parser.add_argument("--only", choices=PARTS, help="run one part; the row keeps what the other found before")
+    asked = parser.parse_args()
+    wanted = asked.version
     if (found := version("torch").partition("+")[0]) != wanted:
         parser.error(f"torch {found} is installed here, not {wanted}: bash .ci/torch {wanted}")
+    passed = True
+    for part in [asked.only] if asked.only else PARTS:
+        row = {"tests": run_tests, "layouts": train_layouts}[part]()
+        row |= {"date": datetime.now(UTC).date().isoformat(), "commit": commit()}
+        record(wanted, part, row)
+        print(f"torch {wanted}: {row['passed']} of {row['ran']} {part}")
+        passed &= row["passed"] == row["ran"]
+    return 0 if passed else 1
+
+
+def run_tests() -> dict[str, Any]:
+    """The tests that use torch, of one process and of several; those that failed by name."""
+    runs = (files_with_torch(), [f"tests/multiprocess/test_{name}.py" for name in REAL_RANKS])
+    cases = [
+        case for files in runs for case in run_pytest(*files, "-m", "not full", "-n", "auto", "--dist", "loadfile")
+    ]
+    failed = [name for name, ok in cases if not ok]
+    return {"passed": len(cases) - len(failed), "ran": len(cases), "failed": failed}
+
+
+def train_layouts() -> dict[str, Any]:
+    """Every layout of the parity table, compared with one process."""
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder)
-        runs = {
-            "unit": [*files_with_torch(), "-m", "not full", *ON_ALL_CORES],
-            "ranks": [*(f"tests/multiprocess/test_{name}.py" for name in REAL_RANKS), "-m", "not full", *ON_ALL_CORES],
-            "parity": ["tests/multiprocess/test_parity.py", "--reports", folder],
-        }
-        counts = [run_tests(arguments, results / f"{name}.xml") for name, arguments in runs.items()]
-        parity = json.loads((results / "parity.json").read_text("utf-8"))["figures"]
-    passed, ran = sum(count[0] for count in counts), sum(count[1] for count in counts)
-    row = {
-        "tests": f"{passed} of {ran}",
-        "passed": passed == ran,
-        "layouts": str(parity["layouts"]),
-        "loss": parity["worst"]["loss"],
-        "norm": parity["worst"]["norm"],
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-    }
-    record(wanted, row)
-    print(f"torch {wanted}: {row['tests']} tests, {row['layouts']} layouts, losses within {row['loss']:.1e}")
-    return 0 if row["passed"] else 1
+        cases = run_pytest("tests/multiprocess/test_parity.py", "--reports", folder)
+        worst = json.loads((Path(folder) / "parity.json").read_text("utf-8"))["figures"]["worst"]
+    failed = [name for name, ok in cases if not ok]
+    figures = {"loss": worst["loss"], "norm": worst["norm"]}
+    return {"passed": len(cases) - len(failed), "ran": len(cases), "failed": failed, **figures}
 
 
 def files_with_torch() -> list[str]:
@@ -61,18 +72,25 @@ def files_with_torch() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if found.search(file.read_text("utf-8"))]
 
 
-def run_tests(arguments: list[str], result: Path) -> tuple[int, int]:
-    """How many tests passed, of how many."""
-    subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments, f"--junitxml={result}"], cwd=ROOT)
-    suite = ElementTree.parse(result).getroot()[0]
-    ran, bad = int(suite.attrib["tests"]), int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    return ran - bad, ran
+def run_pytest(*arguments: str) -> list[tuple[str, bool]]:
+    """Every test that ran, and whether it passed."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.xml"
+        subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments, f"--junitxml={result}"], cwd=ROOT)
+        cases = ElementTree.parse(result).getroot().iter("testcase")
+        return [
+            (
+                f"{case.attrib['classname']}.{case.attrib['name']}",
+                case.find("failure") is None and case.find("error") is None,
+            )
+            for case in cases
+        ]
 
 
-def record(minor: str, row: dict[str, Any]) -> None:
-    """Add the row to those of other minors."""
+def record(minor: str, part: str, row: dict[str, Any]) -> None:
+    """Put what a part found into the minor's row, beside what others found."""
     rows = json.loads(RESULT.read_text("utf-8"))["figures"]["minors"] if RESULT.exists() else {}
-    rows[minor] = row
+    rows[minor] = rows.get(minor, {}) | {part: row}
     write_report(RESULT, "torch", {"minors": dict(sorted(rows.items()))}, "bash .ci/torch VERSION")
 
 

@@ -194,13 +194,31 @@ def full_parts(report: Report) -> str:
 
 def torch_minors(report: Report) -> str:
     """What every minor of torch passed."""
-    rows = (
-        [version, row["tests"], row["layouts"], f"{row['loss']:.1e}", row["date"]]
-        for version, row in sorted(
-            report["figures"]["minors"].items(), key=lambda item: [int(part) for part in item[0].split(".")]
-        )
-    )
-    return table("torch|tests:|layouts that equal one process:|largest deviation of a loss:|date", rows)
+    rows = []
+    for version, row in sorted(
+        report["figures"]["minors"].items(), key=lambda item: [int(part) for part in item[0].split(".")]
+    ):
+        tests, layouts = row.get("tests"), row.get("layouts")
+        rows.append([version, *_minor_part(tests), *_minor_part(layouts), f"{layouts['loss']:.1e}" if layouts else ""])
+    return table("torch|tests:|on|layouts like one process:|on|largest deviation of a loss:", rows)
+
+
+def _minor_part(part: dict[str, Any] | None) -> list[str]:
+    return ["not run", ""] if part is None else [f"{part['passed']:,} of {part['ran']:,}", part["date"]]
+
+
+def dispatch_in_parts(report: Report) -> str:
+    """A layer of experts by link and number of parts."""
+    rows = [
+        [
+            row["link"],
+            str(row["parts"]),
+            *(_milliseconds(row[name]) for name in ("seconds", "experts", "ways")),
+            f"{row['faster']:.2f} × ({row['low']:.2f} to {row['high']:.2f})",
+        ]
+        for row in report["figures"]["rows"]
+    ]
+    return table("link|parts:|a layer:|its experts alone:|its ways alone:|faster (quartiles):", rows)
 
 
 def host_collectives(report: Report) -> str:
@@ -310,6 +328,7 @@ MADE: dict[str, Callable[[Report], str]] = {
     "host_collectives.json table": host_collectives,
     "full.json parts": full_parts,
     "torch.json minors": torch_minors,
+    "dispatch_overlap.json parts": dispatch_in_parts,
     "parity.json layouts": parity_layouts,
     "parity.json fp8": parity_fp8,
     "validate.json bars": validate_bars,

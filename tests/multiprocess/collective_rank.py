@@ -5,7 +5,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.decoder.attention import CoreAttention
 from danlu.framework.decoder.moe import Experts, LocalDispatcher, Router, through_experts
+from danlu.parallel.chunked_dispatch import ChunkedDispatcher, _Transfer
 from danlu.parallel.context import UlyssesAttention
 from danlu.parallel.deduplicated_dispatch import DeduplicatedDispatcher
 from danlu.parallel.expert import AllToAllDispatcher
@@ -140,9 +143,47 @@ def expert_exchange(folder: Path) -> None:
 
 
 def tokens_sent_once(folder: Path) -> None:
-    """Four ranks on two levels, two experts each: many experts of a token, one, and ranks or experts without tokens."""
-    rank = dist.get_rank()
+    """Four ranks on two levels, each level passed once."""
     world = World.adopt()
+    levels = partial(world.level_groups, range(4), (2, 2))
+    _tokens_through(lambda number: DeduplicatedDispatcher(levels(f"case {number}"), 8))
+
+
+def tokens_sent_in_parts(folder: Path) -> None:
+    """Four ranks, in more and more parts; of some cases more than there are tokens."""
+    _tokens_through(lambda number: ChunkedDispatcher(world_group(), 8, chunks=(1, 2, 3, 4)[number]))
+
+
+def parts_are_computed_while_others_are_under_way(folder: Path) -> None:
+    """When a part is computed, the next one has been sent, and so have the answers to the one before."""
+    sent: list[int] = []
+    begun, seen = _Transfer.begin, []
+
+    def begin(transfer: _Transfer, chunk: int, x: Tensor) -> None:
+        sent.append(chunk)
+        begun(transfer, chunk, x)
+
+    def compute(x_ND: Tensor, counts: list[int] | Any) -> Tensor:
+        if callable(counts):
+            return counts(x_ND, compute)
+        seen.append(tuple(sent))
+        x_ND.register_hook(lambda _: seen.append(tuple(sent)))  # after this part's backward pass
+        return x_ND * 2
+
+    _Transfer.begin = begin  # type: ignore[method-assign]
+    x = normal(6, 4).requires_grad_()
+    found = ChunkedDispatcher(world_group(), 4, 3)(x, torch.arange(6).view(6, 1) % 4, torch.ones(6, 1), compute)
+    assert seen == [(0, 1), (0, 1, 0, 2), (0, 1, 0, 2, 1)], "there: 0, 1, 2; back: 0, 1, 2"
+    seen.clear(), sent.clear()
+    found.sum().backward()
+    assert seen == [(2, 1), (2, 1, 2, 0), (2, 1, 2, 0, 1)], "the same from the last"
+    _Transfer.begin = begun  # type: ignore[method-assign]
+    close(x.grad, torch.full_like(x, 2))
+
+
+def _tokens_through(make: Callable[[int], nn.Module]) -> None:
+    """Two experts a rank: many experts of a token, one, and ranks or experts without tokens."""
+    rank = dist.get_rank()
     weights = {"gate": normal(8, 6, 4, seed=1), "up": normal(8, 6, 4, seed=2), "down": normal(8, 4, 6, seed=3)}
     everyone, held = experts(weights), slice(2 * rank, 2 * rank + 2)
     for number, (tokens, top_k, used) in enumerate(((5, 4, 8), (7, 1, 8), (3, 2, 3), (0, 2, 8))):
@@ -157,8 +198,7 @@ def tokens_sent_once(folder: Path) -> None:
         wanted = torch.autograd.grad(expected.square().sum(), [x, shares])
 
         mine = experts({name: weight[held] for name, weight in weights.items()})
-        dispatcher = DeduplicatedDispatcher(world.level_groups(range(4), (2, 2), f"case {number}"), 8)
-        found = through_experts(x, every[rank], shares, top_k, torch.zeros(8), dispatcher, mine)
+        found = through_experts(x, every[rank], shares, top_k, torch.zeros(8), make(number), mine)
         found.square().sum().backward()
         close(found, expected)
         close(x.grad, wanted[0])
@@ -246,11 +286,12 @@ def groups_of_a_mesh(folder: Path) -> None:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    4: (exchanged_core, norm_of_fsdp_over_tp, groups_of_a_mesh, tokens_sent_once),
+    4: (exchanged_core, norm_of_fsdp_over_tp, groups_of_a_mesh, tokens_sent_once, tokens_sent_in_parts),
     2: (
         split_cross_entropy,
         exchanged_core,
         expert_exchange,
+        parts_are_computed_while_others_are_under_way,
         auxiliary_loss_of_split_sequences,
         norm_of_mixed_placements,
         save_and_load,

@@ -142,6 +142,14 @@ def _layouts() -> list[Layout]:
     moe("ep 4 over two levels, deduplicated", shard=4, ep=4, mapping={"ep": {"node": 2, "fabric": 2}}, **once)
     moe("ep 4 over tp, deduplicated, recompute full", shard=2, tp=2, ep=4, recompute="full", **once)
     moe("1f1b × hsdp × ep, deduplicated", pp=2, replicate=2, shard=2, ep=2, microbatches=4, **once)
+    moe("ep, in 2 parts", shard=2, ep=2, dispatch_chunks=2)
+    moe("fsdp × ep, in 3 parts", shard=4, ep=2, dispatch_chunks=3)
+    moe("ep over cp × tp, in 4 parts, recompute full", cp=2, tp=2, ep=4, recompute="full", dispatch_chunks=4)
+    moe("ep, in 2 parts, compiled", shard=2, ep=2, compile=True, dispatch_chunks=2)
+    moe("zero-bubble × ep, in 2 parts", pp=2, shard=2, ep=2, microbatches=4, schedule="zero-bubble", per_rank=2,
+        dispatch_chunks=2)  # fmt: skip
+    moe("1f1b × hsdp × ep, in 2 parts, selective", pp=2, replicate=2, shard=2, ep=2, microbatches=4,
+        recompute="selective", dispatch_chunks=2)  # fmt: skip
     moe("ep, balanced exactly", {"balance": "exact"}, shard=2, ep=2)
     moe("ep over cp × tp, balanced exactly", {"balance": "exact"}, cp=2, tp=2, ep=4)
     moe("ep, balanced by bias", {"balance": "bias", "score": "sigmoid"}, shard=2, ep=2)
@@ -441,6 +449,7 @@ QUICK = (
     "gpt fsdp, accumulated, loss in parts",
     *("NNG: fsdp, kept gathered, reduced once", "IIG: hsdp × tp, moments over all"),
     *("moe fsdp × ep", "moe ep over tp", "tp × ring cp", "moe ep 4 over two levels, deduplicated"),
+    "moe fsdp × ep, in 3 parts",
     *("muon hsdp", "muon fsdp × tp"),
     "mtp tp × 1f1b",
     "mla fsdp × tp × ep 4",

@@ -95,6 +95,11 @@ DENSE = {
 EXPERTS = {
     "ep": (plan(shard=8, ep=8), 8),
     "ep × tp, selective": (plan(shard=4, tp=2, ep=4, recompute="selective"), 8),
+    "ep, in 4 parts": (plan(shard=8, ep=8, dispatch_chunks=4), 8),
+    "1f1b × ep, in 2 parts, recomputed": (
+        plan(pp=2, shard=8, ep=4, recompute="full", microbatches=4, dispatch_chunks=2),
+        32,
+    ),
     "ep × tp, regathered": (plan(shard=4, tp=4, ep=4, regather_inputs=True), 8),
     "1f1b × ep, recomputed": (plan(pp=2, shard=4, ep=4, recompute="full", microbatches=4), 16),
     "ep, by layer": (plan(shard=8, ep=8, recompute=RecomputeLayers(selective="0-2", full="5-7")), 8),

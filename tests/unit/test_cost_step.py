@@ -93,6 +93,21 @@ def test_experts_in_one_node_beat_experts_across() -> None:
     assert seconds(across, MIXTRAL) > 1.05 * seconds(inside, MIXTRAL)
 
 
+def test_parts_hide_all_ways_but_two() -> None:
+    """Of the first part the way to the experts, of the last the way back; of many parts, latencies are left."""
+
+    layout = ParallelLayout(shard=8, ep=8, microbatches=32, reshard_after_forward=True)
+
+    def expert_seconds(chunks: int) -> float:
+        software = replace(DANLU, dispatch_chunks=chunks)
+        return Predictor(MIXTRAL, BATCH, POD, software).predict(layout).parts["expert"]
+
+    whole, halves, quarters = (expert_seconds(chunks) for chunks in (1, 2, 4))
+    contention = load_calibration().overheads.contention
+    assert 0.5 + 0.5 * contention <= halves / whole < 0.7, "and the latency of twice as many sends"
+    assert 0.25 + 0.75 * contention <= quarters / whole < 0.55
+
+
 def test_a_plan_is_laid_out_as_it_says() -> None:
     plan = Plan(
         degrees=Degrees(pp=4, replicate=2, shard=4, tp=8),

@@ -97,6 +97,24 @@ def test_tokens_that_are_sent_once_are_counted_once() -> None:
     assert {call.payload: call.count for call in exchanges} == counts, "rows there and back, and the router's weights"
 
 
+def test_parts_of_tokens_are_sent_one_by_one_and_parameters_gathered_once() -> None:
+    whole, parts = (
+        dry_run_rank(recipe("tiny-moe"), Plan(degrees=Degrees(shard=64, ep=8), dispatch_chunks=chunks), None, rank=63)
+        for chunks in (1, 4)
+    )
+    assert whole.flops == parts.flops
+
+    def calls(trace: Trace, operation: str) -> dict[tuple[str, int], int]:
+        found = (call for call in trace.collectives if call.operation == operation)
+        return {(call.dtype, call.payload): call.count for call in found}
+
+    for operation in ("all_gather", "reduce_scatter"):
+        assert calls(parts, operation) == calls(whole, operation)
+    payload, sends = 512 // 64 * 64 * 2 * 64 * 4, 4 * 3  # there and back, forward and backward, in every layer
+    assert calls(whole, "all_to_all")["float32", payload] == sends
+    assert calls(parts, "all_to_all")["float32", payload // 4] == 4 * sends
+
+
 def test_exact_balance_gathers_the_scores_of_a_sequence_that_ranks_share() -> None:
     plain = recipe("tiny-moe")
     assert plain.model.moe is not None

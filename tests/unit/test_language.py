@@ -153,7 +153,9 @@ def test_the_how_to_prints_what_it_shows(tmp_path: Path, step: str) -> None:
         [sys.executable, "mine.py", step], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
-    assert f"python mine.py {step}\n{run.stdout}```" in (ROOT / "docs/how-to/kernel.md").read_text("utf-8")
+    shown, printed = (ROOT / "docs/how-to/kernel.md").read_text("utf-8"), f"python mine.py {step}\n{run.stdout}```"
+    registers = re.compile(r"\d+ registers")  # of the page's Triton; other versions take a few more or fewer
+    assert registers.sub("registers", printed) in registers.sub("registers", shown)
 
 
 # ---- tiles follow the target

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from danlu.framework.decoder.block import Mlp
 from danlu.framework.decoder.moe import AuxLossInjector, MoeLayer, Router
-from danlu.parallel.expert import balanced_send_counts
+from danlu.parallel.expert_counts import balanced_send_counts
 from danlu.spec.model import Moe
 from danlu.torch_compat import TorchDispatchMode
 

@@ -7,6 +7,7 @@ ring, overlapped with attention (Liu et al., "Ring attention", 2023), or all-to-
 et al., "DeepSpeed Ulysses", 2023).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from danlu.cost.operator_time import elementwise_time, flash_attention_time, mat
 from danlu.cost.overlap import exposed_time
 from danlu.cost.stage_contents import LayerKind
 from danlu.ops import attention, experts, layer, mlp
-from danlu.ops.layer_shard import LayerShard
+from danlu.ops.layer_shard import LayerShard, Matmul
 from danlu.ops.recompute import RERUN, Recompute, Rerun
 from danlu.spec.cluster import TP_PROBE_TOKENS, TP_PROBE_WIDTH
 
@@ -111,15 +112,12 @@ class _LayerTimer:
 
     def time(self, recompute: Recompute) -> LayerTime:
         """Both passes, and recompute."""
-        device, fused = self.device, self.software.fused_grouped_gemm
-        linear = inputs = weights = 0.0
-        for some in (layer.matmuls(self.shard, self.moe), layer.expert_matmuls(self.shard, self.moe)):
-            linear += sum(matmul_time(device, m, n, k, groups=groups, fused=fused) for m, n, k, groups in some)
-            inputs += sum(matmul_time(device, m, k, n, groups=groups, fused=fused) for m, n, k, groups in some)
-            weights += sum(
-                matmul_time(device, k, n, m, groups=groups, weight_gradient=True, fused=fused)
-                for m, n, k, groups in some
-            )
+        chunks = self.software.dispatch_chunks
+        parts = (each._replace(rows=-(-each.rows // chunks)) for each in layer.expert_matmuls(self.shard, self.moe))
+        routed = tuple(chunks * seconds for seconds in self._matmul_times(parts))
+        linear, inputs, weights = (
+            sum(times) for times in zip(self._matmul_times(layer.matmuls(self.shard, self.moe)), routed, strict=True)
+        )
         moved, kernels = self._moved_bytes(), _MOE_KERNELS if self.moe else _KERNELS
         core = self._core_attention()
         forward = PassTime(
@@ -137,11 +135,22 @@ class _LayerTimer:
             context=self._context(core[1], backward=True),
         )
         if self.moe:
-            forward, backward = (once._replace(expert=self._expert(once.compute)) for once in (forward, backward))
+            forward = forward._replace(expert=self._expert(forward.compute, routed[0]))
+            backward = backward._replace(expert=self._expert(backward.compute, routed[1] + routed[2]))
         host = self._launch_times(kernels)
         blocking = self.software.launch_blocking
         forward, backward = forward.with_launch_time(host[0], blocking), backward.with_launch_time(host[1], blocking)
         return LayerTime(forward, backward, weights, self._again(recompute, forward, host[0]))
+
+    def _matmul_times(self, matmuls: Iterable[Matmul]) -> tuple[float, float, float]:
+        """Seconds forward, for gradients of inputs, and for those of weights."""
+        device, fused = self.device, self.software.fused_grouped_gemm
+        forward = inputs = weights = 0.0
+        for m, n, k, groups in matmuls:
+            forward += matmul_time(device, m, n, k, groups=groups, fused=fused)
+            inputs += matmul_time(device, m, k, n, groups=groups, fused=fused)
+            weights += matmul_time(device, k, n, m, groups=groups, weight_gradient=True, fused=fused)
+        return forward, inputs, weights
 
     def _launch_times(self, kernels: int) -> tuple[float, float]:
         """Seconds that the host launches kernels, forward and backward."""
@@ -299,8 +308,12 @@ class _LayerTimer:
                 total += self.device.measured.seconds("copy", elements)
         return total
 
-    def _expert(self, compute: float) -> float:
-        """Exposed traffic of experts in one pass: dispatch and combine, less what another microbatch's pass hides."""
+    def _expert(self, compute: float, routed: float) -> float:
+        """Exposed traffic of experts in one pass: dispatch and combine, less what is hidden.
+
+        By `compute`, another microbatch's pass; or by the experts' own matmuls, which take `routed` seconds, if parts
+        of the tokens are sent one after another.
+        """
         shape, shard, software, width = self.shape, self.shard, self.software, self.device.element_bytes
         held = width * experts.exchanged_elements(shard)
         if software.dedup_dispatch or software.level_dispatch:
@@ -308,7 +321,10 @@ class _LayerTimer:
             dispatch_time = level_dispatch_time if software.level_dispatch else dedup_dispatch_time
             once = dispatch_time(self.network, self.local.ep_group, width * shape.width, routed, shape.top_k)
         else:
-            once = all_to_all_time(self.network, self.local.ep_group, held)
+            once = all_to_all_time(self.network, self.local.ep_group, held / software.dispatch_chunks)
+        if software.dispatch_chunks > 1:  # one way of the first part and one of the last; others while parts compute
+            meanwhile = 2 * (software.dispatch_chunks - 1) * once
+            return 2 * once + exposed_time(meanwhile, routed, self.overheads.contention)
         if software.expert_tp > 1:
             once += all_gather_time(self.network, self.local.etp_group, held * software.expert_tp)
         return exposed_time(2 * once, compute, self.overheads.contention) if software.overlap_ep_comm else 2 * once

@@ -73,6 +73,8 @@ class Software:
     level_dispatch: bool = False
     """Send a token once to every unit of each level that needs it, level by level, as `token_dispatcher =
     "deduplicated"` does."""
+    dispatch_chunks: int = 1
+    """Parts of a layer's tokens that are sent to experts one after another, each while the one before is computed."""
     fused_grouped_gemm: bool = False
     """Run the matmuls of all experts in one kernel, with the activation in it, not one call per expert."""
     quantized_input_bytes: float = 0.0

@@ -120,6 +120,8 @@ def predict(
         software = replace(software, keep_gathered_inputs=False)
     if plan.token_dispatcher == "deduplicated":
         software = replace(software, level_dispatch=True)
+    if plan.dispatch_chunks > 1:
+        software = replace(software, dispatch_chunks=plan.dispatch_chunks)
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from danlu.comm.level_groups import LevelGroups
+from danlu.ops.operators.token_copies import balanced_counts
 from danlu.torch_compat import all_to_all_single, all_to_all_single_autograd, wait_tensor
 
 _NOT_HERE = -1
@@ -114,8 +115,7 @@ class DeduplicatedDispatcher(nn.Module):
             copies = round(draws * len(x_TD))
             row_N = torch.arange(copies, device=x_TD.device) % max(1, len(x_TD))
             slot_N = torch.zeros_like(row_N)
-            even, rest = divmod(copies, self.experts_held)
-            counts = [even + (expert < rest) for expert in range(self.experts_held)]
+            counts = balanced_counts(copies, self.experts_held)
         else:
             row_N, slot_N = (chosen_TK != _NOT_HERE).nonzero(as_tuple=True)
             held_N = chosen_TK[row_N, slot_N] - self.over.index * self.experts_held

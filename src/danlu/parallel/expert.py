@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -10,7 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from danlu.comm.level_groups import LevelGroups
+from danlu.ops.operators.token_copies import Reorder, inverse
+from danlu.parallel.chunked_dispatch import ChunkedDispatcher
 from danlu.parallel.deduplicated_dispatch import DeduplicatedDispatcher
+from danlu.parallel.expert_counts import Counts, balanced_send_counts, order_of_arrivals
 from danlu.torch_compat import all_to_all_single, all_to_all_single_autograd, wait_tensor
 
 
@@ -32,15 +34,12 @@ class AllToAllDispatcher(nn.Module):
         sent_RL, coming_RL = self._exchange_counts(x_ND, counts_E)
         send, receive = [sum(row) for row in sent_RL], [sum(row) for row in coming_RL]
         x_MD = all_to_all_single_autograd(x_ND, receive, send, self.group)
-        # They arrive sorted by sender, then expert; `experts` needs them sorted by expert.
-        repeats = torch.tensor([count for row in coming_RL for count in row], device=x_ND.device)
-        experts_held = torch.arange(len(coming_RL[0]), device=x_ND.device).repeat(len(coming_RL))
-        order_M = experts_held.repeat_interleave(repeats, output_size=sum(receive)).argsort(stable=True)
-        y_MD = experts(x_MD[order_M], [sum(column) for column in zip(*coming_RL, strict=True)])
-        back_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
-        return all_to_all_single_autograd(y_MD[back_M], send, receive, self.group)
+        order_M, counts_L = order_of_arrivals(coming_RL, x_ND.device)
+        back_M = inverse(order_M)
+        y_MD = Reorder.apply(experts(Reorder.apply(x_MD, order_M, back_M), counts_L), back_M, order_M)
+        return all_to_all_single_autograd(y_MD, send, receive, self.group)
 
-    def _exchange_counts(self, x_ND: Tensor, counts_E: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def _exchange_counts(self, x_ND: Tensor, counts_E: Tensor) -> tuple[Counts, Counts]:
         """Copies that this rank sends to, and receives from, every rank, by expert."""
         ranks = self.group.size()
         coming_E = all_to_all_single(counts_E, None, None, self.group)
@@ -51,36 +50,27 @@ class AllToAllDispatcher(nn.Module):
         return counts, counts
 
 
-def balanced_send_counts(copies: int, experts: int, ranks: int, rank: int) -> list[list[int]]:
-    """Copies that a rank sends to every rank, by expert, at even load; it receives the same.
-
-    Also where there are fewer copies than experts: each sender starts its round of the experts where the previous one
-    ended, so that every rank receives as many copies as it sends.
-    """
-    held = experts // ranks
-    first_R = (rank + np.arange(ranks)) * held
-    ends_RL = (first_R[:, None] + np.arange(held + 1)) * copies // experts
-    counts: list[list[int]] = np.diff(ends_RL).tolist()
-    return counts
-
-
-def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh, levels: LevelGroups | None) -> None:
+def apply_ep(layers: Iterable[nn.Module], mesh: DeviceMesh, levels: LevelGroups | None = None, chunks: int = 1) -> None:
     """Keep this rank's experts of every layer (`experts`) and reach the others through its `dispatcher`.
 
     Parameters stay global tensors of all experts, sharded by expert: checkpoints have experts by global index.
     """
     for layer in layers:
-        layer.dispatcher = shard_experts(layer.get_submodule("experts"), mesh, levels)
+        layer.dispatcher = shard_experts(layer.get_submodule("experts"), mesh, levels, chunks)
 
 
-def shard_experts(experts: nn.Module, mesh: DeviceMesh, levels: LevelGroups | None) -> nn.Module:
+def shard_experts(experts: nn.Module, mesh: DeviceMesh, levels: LevelGroups | None, chunks: int) -> nn.Module:
     """Shard parameters that are stacked by expert over the ranks of `ep`; the dispatcher that reaches all of them.
 
-    It sends a token once to every part of the network if it is given the `levels` of `ep`.
+    It sends a token once to every part of the network if it is given the `levels` of `ep`, and tokens in so many
+    `chunks`, of which some are under way while others are computed.
     """
     count = 0
     for name, weight in list(experts.named_parameters()):
         count = len(weight)
         sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
         experts.register_parameter(name, nn.Parameter(sharded))
-    return AllToAllDispatcher(mesh.get_group()) if levels is None else DeduplicatedDispatcher(levels, count)
+    if levels is not None:
+        return DeduplicatedDispatcher(levels, count)
+    group = mesh.get_group()
+    return AllToAllDispatcher(group) if chunks == 1 else ChunkedDispatcher(group, count, chunks)

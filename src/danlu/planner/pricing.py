@@ -109,6 +109,7 @@ def software_for(
     regather_inputs: bool = False,
     compiled: bool = False,
     deduplicated: bool = False,
+    dispatch_chunks: int = 1,
 ) -> Software:
     """Danlu's own software traits, with the recipe's precision and document mask."""
     precision = request.recipe.precision
@@ -118,6 +119,7 @@ def software_for(
         keep_gathered_inputs=not regather_inputs,
         eager=not compiled,
         level_dispatch=deduplicated,
+        dispatch_chunks=dispatch_chunks,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
@@ -143,6 +145,7 @@ class _SoftwareKnobs(NamedTuple):
     regather_inputs: bool = False
     compiled: bool = False
     deduplicated: bool = False
+    dispatch_chunks: int = 1
 
 
 class PlanPricer:
@@ -318,4 +321,10 @@ class PlanPricer:
 
 
 def _software_knobs(schedule: ScheduleKnobs) -> _SoftwareKnobs:
-    return _SoftwareKnobs(schedule.recompute, schedule.regather_inputs, schedule.compile, schedule.deduplicated)
+    return _SoftwareKnobs(
+        schedule.recompute,
+        schedule.regather_inputs,
+        schedule.compile,
+        schedule.deduplicated,
+        schedule.dispatch_chunks,
+    )

@@ -70,6 +70,8 @@ class ScheduleKnobs(NamedTuple):
     """`token_dispatcher` is deduplicated; not searched."""
     loss_chunks: int = 1
     """Not searched."""
+    dispatch_chunks: int = 1
+    """Not searched."""
 
 
 class DataKnobs(NamedTuple):
@@ -115,6 +117,7 @@ class Candidate(NamedTuple):
             reduce_gradients="step" if data.reduces_once_per_step else None,
             shard_optimizer_over_replicas=data.optimizer_over_replicas,
             loss_chunks=schedule.loss_chunks,
+            dispatch_chunks=schedule.dispatch_chunks,
         )
 
 
@@ -137,6 +140,7 @@ def candidate_from_plan(plan: Plan) -> Candidate:
         plan.compile,
         plan.token_dispatcher == "deduplicated",
         plan.loss_chunks,
+        plan.dispatch_chunks,
     )
     data = DataKnobs(
         degrees.replicate,

@@ -63,6 +63,7 @@ def predict_step(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> StepPre
         regather_inputs=plan.regather_inputs,
         compiled=plan.compile,
         deduplicated=plan.token_dispatcher == "deduplicated",
+        dispatch_chunks=plan.dispatch_chunks,
     )
     return predict(recipe.model, plan, recipe.batch, cluster, software, request.dtype)
 

@@ -47,6 +47,7 @@ def _degrees(plan: Plan) -> str:
         "attention over cp": plan.context_parallel if plan.degrees.cp > 1 else "none",
         "recompute": str(plan.recompute),
         "compile": "every block" if plan.compile else "no",
+        "tokens to experts": _token_dispatch(plan),
         "logits": f"in {plan.loss_chunks} parts" if plan.loss_chunks > 1 else "all at once",
         "inputs gathered by tp": "gathered again" if plan.regather_inputs else "kept",
         "parameters after forward": "freed (ZeRO-3)" if plan.resolved_reshard_after_forward else "kept (ZeRO-2)",
@@ -59,6 +60,15 @@ def _degrees(plan: Plan) -> str:
         + "".join(f"<tr><td class='soft'>{name}</td><td>{value}</td></tr>" for name, value in settings.items())
         + "</table>"
     )
+
+
+def _token_dispatch(plan: Plan) -> str:
+    """How tokens reach the experts of other ranks."""
+    if plan.degrees.ep == 1:
+        return "none are sent"
+    if plan.token_dispatcher == "deduplicated":
+        return "once to every part of the network"
+    return f"in {plan.dispatch_chunks} parts" if plan.dispatch_chunks > 1 else "all at once"
 
 
 def _mesh(plan: Plan, cluster: Cluster | None) -> str:

@@ -140,6 +140,12 @@ class Plan(SpecModel):
     holds one of its experts, level by level from the outermost, and the answers are summed on the way back; sums are
     then taken in another order.
     """
+    dispatch_chunks: int = Field(default=1, ge=1, le=64)
+    """Parts in which a layer's tokens go through the experts of `degrees.ep`, with `token_dispatcher = "alltoall"`.
+
+    While one part is computed, the next is on its way to its experts, and the answers to the one before on their way
+    back; only of the first and the last part a way is waited for.
+    """
     recompute: Recompute = "none"
     """Activations to recompute in the backward pass: none; all but matmuls and attention; all.
 

@@ -165,9 +165,10 @@ def abort_process_groups() -> None:
 def flatten_sequence_first(linear: nn.Linear) -> None:
     """Let a linear layer multiply hidden states that are sharded by sequence.
 
-    Before 2.12 DTensor cannot flatten batch and sequence if the second is sharded; if the sequence comes first, it can.
+    Before 2.12 DTensor cannot flatten batch and sequence if the second is sharded, and 2.12 cannot in a dry run; if the
+    sequence comes first, they can.
     """
-    if torch.__version__ < (2, 12):  # type: ignore[operator]  # a version, which compares with numbers
+    if torch.__version__ < (2, 13):  # type: ignore[operator]  # a version, which compares with numbers
         module, multiply = cast(Any, linear), linear.forward
         module.forward = lambda x_BSD: multiply(x_BSD.transpose(0, 1)).transpose(0, 1)
 

@@ -76,7 +76,7 @@ class CustomModelAdapter(ModuleAdapter):
         """Shard matrices over `tp`, and the experts of known families over `ep`."""
         super().apply_model_parallel(stage_module, mesh)
         if mesh.ep_mesh is not None:
-            apply_expert_parallel(stage_module, mesh.ep_mesh, mesh.ep_levels)
+            apply_expert_parallel(stage_module, mesh.ep_mesh, mesh.ep_levels, self.plan.dispatch_chunks)
 
     def fsdp_units(self, stage_module: nn.Module, mesh: ParallelMesh) -> Iterator[FsdpUnit]:
         """Layers, with `ep` their experts before them; then called modules around them that share no parameters."""

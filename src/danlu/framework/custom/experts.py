@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from danlu.comm.level_groups import LevelGroups
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.module_structure import ModuleStructure
-from danlu.framework.decoder.moe import LocalDispatcher, through_experts
+from danlu.framework.decoder.moe import LocalDispatcher, SendInParts, through_experts
 from danlu.parallel.expert import shard_experts
 from danlu.spec.divisors import closest_divisor
 from danlu.spec.plan import Plan
@@ -121,11 +121,11 @@ def _unknown_experts(module: nn.Module) -> Iterator[str]:
             yield f"`{name}` ({type(each).__module__}.{type(each).__qualname__})"
 
 
-def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh, levels: LevelGroups | None) -> None:
+def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh, levels: LevelGroups | None, chunks: int) -> None:
     """Keep this rank's experts of every layer, and reach the others as `ep` does; parameters stay global tensors."""
     for experts in known_experts(module).values():
         count = _count(experts)
-        _replace_forward(experts, shard_experts(experts, mesh, levels), count)
+        _replace_forward(experts, shard_experts(experts, mesh, levels, chunks), count)
 
 
 def balance_experts(module: nn.Module) -> None:
@@ -158,8 +158,13 @@ def _forward(experts: nn.Module, count: int, hidden_TD: Tensor, index_TK: Tensor
     return y_TD.to(hidden_TD.dtype)
 
 
-def _compute(experts: nn.Module, x_ND: Tensor, counts: list[int]) -> Tensor:
-    """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
+def _compute(experts: nn.Module, x_ND: Tensor, counts: list[int] | SendInParts) -> Tensor:
+    """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here.
+
+    Instead of counts, a function that is given tokens as they are and what transforms copies, as often as it likes.
+    """
+    if callable(counts):
+        return counts(x_ND, partial(_compute, experts))
     family = _family(experts)
     assert family is not None
     # Unbound at once: the gradient of indexing one expert would be as large as that of all, mostly zeros.

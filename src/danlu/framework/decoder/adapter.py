@@ -65,7 +65,7 @@ class DecoderAdapter:
                 decoder.embed.shard = sequence_shard(mesh)
         decoder.sequence_ranks = self.plan.degrees.cp * self.plan.degrees.tp
         if mesh.ep_mesh is not None:
-            apply_ep(moe_layers(decoder), mesh.ep_mesh, mesh.ep_levels)
+            apply_ep(moe_layers(decoder), mesh.ep_mesh, mesh.ep_levels, self.plan.dispatch_chunks)
         if decoder.mtp_losses is not None:
             decoder.mtp_losses.group = mesh.group("tp")
         for layer in moe_layers(decoder):

@@ -16,8 +16,12 @@ from torch.distributed.tensor import DTensor
 from danlu.framework.decoder.exact_balance import choose_evenly
 from danlu.ops.operators.experts import ExpertProducts, LoopedProducts, expert_products
 from danlu.ops.operators.gated import gated_product
+from danlu.ops.operators.token_copies import CopyTokens, Reorder, balanced_counts, sort_by_expert
 from danlu.spec.model import Moe
 from danlu.torch_compat import all_gather_single
+
+SendInParts = Callable[[Tensor, Callable[[Tensor, list[int]], Tensor]], Tensor]
+"""Makes sums of tokens, by sending parts of them to their experts, which are called for each part."""
 
 
 class AuxLossInjector(torch.autograd.Function):
@@ -157,8 +161,14 @@ class Experts(nn.Module):
         self.multiply: Callable[[Tensor, Tensor], Tensor] | None = None
         """The product of an expert's tokens and one of its matrices, where these are quantized."""
 
-    def forward(self, x_ND: Tensor, counts: list[int] | Tensor) -> Tensor:
-        """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here."""
+    def forward(self, x_ND: Tensor, counts: list[int] | Tensor | SendInParts) -> Tensor:
+        """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here.
+
+        Instead of counts, a function that is given tokens as they are and what transforms copies, as often as it likes.
+        """
+        return counts(x_ND, self._transform) if callable(counts) else self._transform(x_ND, counts)
+
+    def _transform(self, x_ND: Tensor, counts: list[int] | Tensor) -> Tensor:
         products: ExpertProducts
         if self.multiply is None:
             products = expert_products(x_ND, counts)
@@ -177,12 +187,6 @@ class Experts(nn.Module):
 def _to_local(weight: Tensor | None) -> Any:
     """This rank's experts of a weight that may be sharded, or may not be there."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def balanced_counts(copies: int, experts: int) -> list[int]:
-    """Copies for every expert, as even as possible."""
-    even_count, rest = divmod(copies, experts)
-    return [even_count + (expert < rest) for expert in range(experts)]
 
 
 class LocalDispatcher(nn.Module):
@@ -211,7 +215,7 @@ def through_experts(
     top_k: int,
     counts_E: Tensor,
     dispatcher: nn.Module,
-    experts: Callable[[Tensor, list[int] | Tensor], Tensor],
+    experts: Callable[[Tensor, Any], Tensor],
 ) -> Tensor:
     """The sum, by their weights, of what its chosen experts make of every token.
 
@@ -221,46 +225,9 @@ def through_experts(
     if getattr(dispatcher, "takes_tokens", False):
         summed_TD: Tensor = dispatcher(x_TD, chosen_TK, weights_TK, experts)
         return summed_TD
-    order_N = chosen_TK.flatten().argsort(stable=True)
-    back_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+    order_N, back_N = sort_by_expert(chosen_TK)
     y_ND: Tensor = dispatcher(CopyTokens.apply(x_TD, order_N, back_N, top_k), counts_E, experts)
     return (Reorder.apply(y_ND, back_N, order_N).unflatten(0, (-1, top_k)) * weights_TK.unsqueeze(-1)).sum(1)
-
-
-class CopyTokens(torch.autograd.Function):
-    """A copy of every token for each of its experts, sorted by expert.
-
-    The gradient sums a token's copies; that of indexing would add them one by one, as if any might meet.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, back_N: Tensor, top_k: int) -> Tensor:
-        """`order_N` sorts copies, `back_N` undoes it."""
-        ctx.save_for_backward(back_N)
-        ctx.top_k = top_k
-        return x_TD.index_select(0, order_N // top_k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """The sum of a token's copies."""
-        (back_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, back_N).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
-
-
-class Reorder(torch.autograd.Function):
-    """Rows in another order; the gradient, back in theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
-        """`back_N` undoes `order_N`."""
-        ctx.save_for_backward(back_N)
-        return y_ND.index_select(0, order_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The opposite."""
-        (back_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, back_N), None, None
 
 
 class MoeLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""Rules of `token_dispatcher`: where it would do nothing."""
+"""Rules of `token_dispatcher` and `dispatch_chunks`: where they would do nothing."""
 
 from collections.abc import Iterator
 
@@ -18,4 +18,23 @@ def experts_are_apart(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
         )
 
 
-EXPERT_DISPATCH_RULES: tuple[PlanRule, ...] = (experts_are_apart,)
+def parts_are_sent(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Parts are sent by one all-to-all each, to experts on other ranks."""
+    chunks = plan.value.dispatch_chunks
+    if chunks == 1:
+        return
+    if plan.value.degrees.ep == 1:
+        yield plan.problem(
+            "dispatch_chunks",
+            f"is {chunks}, but `degrees.ep` is 1, so tokens stay where they are",
+            "dispatch_chunks = 1, or set `ep` to 2 or more under [degrees]",
+        )
+    elif plan.value.token_dispatcher != "alltoall":
+        yield plan.problem(
+            "dispatch_chunks",
+            f'is {chunks}, but `token_dispatcher` is "{plan.value.token_dispatcher}", which sends all tokens at once',
+            'dispatch_chunks = 1, or token_dispatcher = "alltoall"',
+        )
+
+
+EXPERT_DISPATCH_RULES: tuple[PlanRule, ...] = (experts_are_apart, parts_are_sent)
