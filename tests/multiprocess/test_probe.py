@@ -85,6 +85,13 @@ def test_the_probe_writes_a_cluster_that_loads_and_is_plausible(tmp_path: Path) 
     assert {tier.name: tier.kind for tier in cluster.tiers} == {"memory": "memory", "disk": "local"}
     assert [fit["operation"] for fit in answer["ranks"]["fits"]] == list(OPERATIONS)
 
+
+@pytest.mark.full  # two probes, a minute each
+def test_a_chip_that_is_known_is_not_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    command = [sys.executable, "-m", "danlu", "probe", "--quick", "--ranks", "2", "--json", "-o", str(file)]
+    subprocess.run(command, capture_output=True, timeout=240, check=True)
+    cluster = load_cluster(str(file))
     again = subprocess.run([*command, "--chip-from", str(file)], capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     answer = json.loads(again.stdout)

@@ -203,7 +203,9 @@ def test_no_false_alarm_on_other_inputs(dtype: torch.dtype, moe: Moe | None, see
     assert not checks.done[0].runs_eagerly
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param(False, id="kept", marks=pytest.mark.full), pytest.param(True, id="recomputed")]
+)
 def test_the_check_leaves_no_trace_in_the_step(recompute: bool) -> None:
     """The same bits with the check and without it: results, gradients, buffers, and the random state after it."""
 
