@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES
+from kernel_cases import CASES, PLANTED
 
 from danlu.chips.kernel_targets import INTERPRETER, TARGETS, target_of
 from danlu.language import Kernel, Tile, TileNeeds, tiles_for
@@ -45,8 +45,10 @@ def interpreted() -> dict[str, list[str]]:
     command = [sys.executable, str(HERE / "kernel_cases.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
-    return {(found := json.loads(line))["case"]: found["problems"] for line in run.stdout.splitlines()}
+    found = {case["case"]: case["problems"] for case in map(json.loads, run.stdout.splitlines())}
+    # Not by its exit code: a thread of torch 2.12 with CUDA was seen to abort the process at its end.
+    assert found.keys() == {*CASES, *PLANTED}, run.stderr
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -60,6 +60,12 @@ def test_the_whole_module_is_never_moved_to_the_device(alone: None, monkeypatch:
         (Plan(degrees=Degrees(cp=2)), r"degrees\.cp.*attention that exchanges heads"),
         (Plan(degrees=Degrees(ep=2)), r"degrees\.ep.*expert layers"),
         (Plan(microbatches=2), r"microbatches.*your loop takes the microbatches"),
+        (Plan(reduce_gradients="step"), r"reduce_gradients.*your loop calls backward"),
+        (Plan(loss_chunks=2), r"loss_chunks.*your loop computes the loss"),
+        (Plan(dispatch_chunks=2), r"dispatch_chunks.*is 2, but your loop has no `ep`"),
+        (Plan(token_dispatcher="deduplicated"), r"token_dispatcher.*has no `ep`"),
+        (Plan(operators={"rotate": "torch"}), r"operators.*its own operators"),
+        (Plan(shard_optimizer_over_replicas=True), r"shard_optimizer_over_replicas.*the optimizer is yours"),
         (Plan(degrees=Degrees(shard=2)), r"make 2 ranks, but 1 were started.*torchrun --nproc-per-node 2"),
     ],
 )

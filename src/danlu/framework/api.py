@@ -241,6 +241,10 @@ def _check_axes(plan: Plan) -> None:
     if plan.loss_chunks > 1:
         message = f"is {plan.loss_chunks}, but your loop computes the loss, and nothing here would read it"
         raise CustomModelError("loss_chunks", message, "leave it out, or train with a recipe")
+    for key, usual in (("token_dispatcher", "alltoall"), ("dispatch_chunks", 1)):
+        if (asked := getattr(plan, key)) != usual:
+            message = f"is {asked!r}, but your loop has no `ep`, and nothing here would send tokens"
+            raise CustomModelError(key, message, "leave it out, or train with a recipe")
     if plan.operators:
         message = f"chooses {', '.join(plan.operators)}, but your module computes with its own operators"
         raise CustomModelError("operators", message, "leave it out, or train with a recipe")
