@@ -105,7 +105,7 @@ def test_rows_are_quantized_block_by_block(matmul: MatmulFormat, width: int) -> 
             assert float(found.scales_RC.float()[row, number]) == pytest.approx(max(scale, 2.0**-126), rel=1e-7)
             exact = float(found.scales_RC.float()[row, number])
             expected = [rounded(float(torch.tensor(value) / exact)) for value in values]
-            assert [Fraction(float(each)) for each in found.values_RK[row, list(columns)].float()] == expected
+            assert [Fraction(float(each)) for each in found.values_RK.float()[row, list(columns)]] == expected
 
 
 @pytest.mark.parametrize("matmul", FORMATS)
