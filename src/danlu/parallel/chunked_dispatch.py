@@ -131,8 +131,7 @@ class _Transfer:
     def arrive(self, chunk: int) -> Tensor:
         """Wait for the rows of a part."""
         work, arrived = self._under_way.pop(chunk)
-        if work is not None:  # None: the collective was over when the call returned
-            work.wait()
+        work.wait()
         self._begin_next()
         return arrived
 
