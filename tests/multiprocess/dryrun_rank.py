@@ -19,6 +19,15 @@ from danlu.spec.recipe import Recipe
 from danlu.storage.data.token_shards import ShuffledDataset, TokenShards
 
 
+def set_device_guard() -> None:
+    """Let FakeTensors be made after real steps in torch 2.10 and 2.11 with CUDA, on a machine without.
+
+    They set this guard themselves, and the process ends with a segmentation fault if that comes late.
+    """
+    if torch.version.cuda and not torch.cuda.is_available() and hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def layouts(world: int) -> list[Layout]:
     """The layouts of a world; compiled code is not what a dry run runs."""
     return [layout for layout in LAYOUTS if layout.plan.degrees.world == world and not layout.plan.compile]
@@ -34,6 +43,7 @@ def prepare(layout: Layout, made: Recipe, shards: Path) -> tuple[ParallelMesh, B
 def main() -> None:
     rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
+    set_device_guard()
     place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     store = rendezvous(place)
     chosen = sys.argv[5].split("|") if sys.argv[5] else [layout.name for layout in layouts(world)]
