@@ -107,8 +107,10 @@ def accepted(question: PlanRequest) -> set[Key]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_space_is_what_check_accepts(name: str) -> None:
     asked = _question(name)
-    listed = [key(candidate.plan()) for candidate in SearchSpace(asked).candidates()]
+    space = SearchSpace(asked)
+    listed = [key(candidate.plan()) for candidate in space.candidates()]
     assert len(listed) == len(set(listed)), "no layout twice"
+    assert sum(space.count(shape) for shape in space.shapes()) == len(listed)
     wanted = accepted(asked)
     assert len(wanted) >= 40
     assert set(listed) - wanted == set()

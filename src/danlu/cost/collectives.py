@@ -160,7 +160,8 @@ def _latency(network: Network, span: GroupShape, turns: int, algorithm: Collecti
     """Seconds of the rounds of all levels: one per other rank, or their logarithm for trees."""
     latency = 0.0
     for ranks, link in zip(span, network.links, strict=True):
-        latency += turns * (log2(ranks) if algorithm == "tree" else ranks - 1) * link.latency
+        if ranks > 1:
+            latency += turns * (log2(ranks) if algorithm == "tree" else ranks - 1) * link.latency
     return latency
 
 
@@ -248,13 +249,16 @@ def ring_turn_time(network: Network, span: GroupShape, sent: float) -> float:
 
 def outermost_level(span: GroupShape) -> int:
     """The outermost level that a group crosses; the innermost for a rank by itself."""
-    return max((level for level, ranks in enumerate(span) if ranks > 1), default=0)
+    for level in range(len(span) - 1, 0, -1):
+        if span[level] > 1:
+            return level
+    return 0
 
 
 def _measured(network: Network, operation: CollectiveOp, span: GroupShape, size: float) -> float | None:
     """Measured seconds on the outermost level that a group crosses, if there are any."""
-    ranks, link = group_size(span), network.links[outermost_level(span)]
-    return link.measured.seconds(operation, ranks, size) if link.measured and ranks > 1 else None
+    measured = network.links[outermost_level(span)].measured
+    return measured.seconds(operation, ranks, size) if measured and (ranks := group_size(span)) > 1 else None
 
 
 def group_size(span: Sequence[int]) -> int:

@@ -188,9 +188,7 @@ class _Search:
             if bound > self.within:
                 continue
             if self.within == inf:  # else only a few are looked at, and counting all takes longer than that
-                self.layouts += sum(
-                    len(self.space.data_splits(shape, schedule)) for schedule in self.space.schedules_of(shape)
-                )
+                self.layouts += self.space.count(shape)
             self._push(bound, shape)
 
     def _open_shape(self, bound: float, shape: ShapeKnobs) -> None:

@@ -163,9 +163,10 @@ class SearchSpace:
         self.microbatch_problem = lru_cache(maxsize=None)(self._fill_problem)
         self.schedules = lru_cache(maxsize=None)(lambda pp: tuple(self._schedules(pp)))
         self._filled = lru_cache(maxsize=None)(self._filled_schedules)
-        self._data_splits = lru_cache(maxsize=None)(
-            lambda shape, schedule: tuple(self._all_data_splits(shape, schedule))
-        )
+        self._shards = lru_cache(maxsize=None)(self._allowed_shards)
+        self._reshards = lru_cache(maxsize=None)(self._allowed_reshards)
+        self._reshard_choices = lru_cache(maxsize=None)(self._count_reshards)
+        self._splits = lru_cache(maxsize=None)(_splits)
 
     def shapes(self) -> Iterator[ShapeKnobs]:
         """Every way to shard matrices, sequences, layers, experts and the batch."""
@@ -244,19 +245,34 @@ class SearchSpace:
 
     def data_splits(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> tuple[DataKnobs, ...]:
         """Every way to shard states over the data-parallel ranks."""
-        return self._data_splits(shape._replace(microbatches=1), schedule)
+        shards = self._shards(shape.dp, shape.cp, shape.tp, shape.ep, shape.ring)
+        return self._splits(shape.dp, shards, self._reshards(shape.pp, schedule))
 
-    def _all_data_splits(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> Iterator[DataKnobs]:
+    def count(self, shape: ShapeKnobs) -> int:
+        """How many layouts have a shape; there are millions, so they are not made to be counted."""
+        shards = self._shards(shape.dp, shape.cp, shape.tp, shape.ep, shape.ring)
+        return len(shards) * self._reshard_choices(shape.pp, shape.microbatches, shape.tp > 1)
+
+    def _allowed_shards(self, dp: int, cp: int, tp: int, ep: int, ring: bool) -> tuple[int, ...]:
+        """Over how many of the data-parallel ranks states may be sharded."""
         allow = self.request.constraints.allows
-        for shard in divisors(shape.dp):
-            data = DataKnobs(shape.dp // shard, shard, False)
-            if not allow("shard", shard) or not allow("replicate", data.replicate):
-                continue
-            if self.shape_problem(shape.tp, shape.cp, shape.ep, shard, shape.ring):
-                continue
-            for reshards in (True, False):
-                if allow("reshard", reshards) and not self.stage_problem(shape.pp, schedule, reshards):
-                    yield data._replace(reshard_after_forward=reshards)
+        return tuple(
+            shard
+            for shard in divisors(dp)
+            if allow("shard", shard) and allow("replicate", dp // shard)
+            if not self.shape_problem(tp, cp, ep, shard, ring)
+        )
+
+    def _allowed_reshards(self, pp: int, schedule: ScheduleKnobs) -> tuple[bool, ...]:
+        """Whether gathered parameters may be freed after the forward pass, and whether they may be kept."""
+        allow = self.request.constraints.allows
+        return tuple(
+            each for each in (True, False) if allow("reshard", each) if not self.stage_problem(pp, schedule, each)
+        )
+
+    def _count_reshards(self, pp: int, microbatches: int, gathers: bool) -> int:
+        """Over all schedules that so many microbatches can fill."""
+        return sum(len(self._reshards(pp, schedule)) for schedule in self._filled(pp, microbatches, gathers))
 
     def candidates(self) -> Iterator[Candidate]:
         """Every layout, one after another; only for small spaces."""
@@ -340,6 +356,10 @@ class SearchSpace:
             for problem in microbatches_fill_the_pipeline(self._recipe, plan):
                 return problem
         return None
+
+
+def _splits(dp: int, shards: tuple[int, ...], reshards: tuple[bool, ...]) -> tuple[DataKnobs, ...]:
+    return tuple(DataKnobs(dp // shard, shard, each) for shard in shards for each in reshards)
 
 
 def _lighter_ends(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
