@@ -278,7 +278,8 @@ def test_ranks_that_were_just_meeting_when_the_coordinator_was_lost_meet_again(
     job.start_coordinator()
     job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
     order = RegroupOrder.from_json(job.agents["a"].orders[1].regroup)
-    assert order.generation == 1 and order.ranks == () and "broke while they started" in order.cause
+    # "… while they started", unless an agent's last word to the lost coordinator reaches the new one first
+    assert order.generation == 1 and order.ranks == () and "connections between ranks broke" in order.cause
 
 
 def test_the_coordinator_of_a_requeued_job_starts_afresh(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
