@@ -107,6 +107,7 @@ LAYOUTS = [
     _layout("dropout, shard 2, tp 2", shard=2, tp=2, tensor=MAP, arguments=DROPOUT),
     _layout("replicate 2, shard 2", replicate=2, shard=2),
     _layout("mixtral ep 2", "mixtral", shard=2, ep=2),
+    _layout("mixtral shard 4, ep 2, tokens in 3 parts", "mixtral", shard=4, ep=2, dispatch_chunks=3),
     _layout("mixtral ep 2, accumulate 2, recompute", "mixtral", shard=2, ep=2, microbatches=2, recompute="full"),
     _layout("mixtral pp 2", "mixtral", pp=2, microbatches=2),
     _layout("mixtral ep 4", "mixtral", shard=4, ep=4),
