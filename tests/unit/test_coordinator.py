@@ -48,7 +48,9 @@ class PlayedAgent:
         self.name, self.orders = name, list[NodeOrder]()
         self.ranks: dict[int, RankStatus] = {}
         self.changes: dict[str, object] = {}
-        self.is_on = True
+        self.is_on, self.is_quiet = True, False
+        self.speaks = threading.Event()
+        self.speaks.set()
         self._store = LastingStoreClient(control, TOKEN, 10.0, silence=5.0, absence=20.0)
         self._thread = threading.Thread(target=self._play, daemon=True)
         self._thread.start()
@@ -57,6 +59,9 @@ class PlayedAgent:
         number = 0
         with suppress(StoreError):
             while self.is_on:
+                self.is_quiet = not self.speaks.is_set()
+                self.speaks.wait()
+                self.is_quiet = False
                 if order := wait_for_order(self._store, self.name, len(self.orders) + 1, 0.02):
                     self._carry_out(order)
                 number += 1
@@ -271,15 +276,19 @@ def test_a_node_that_was_lost_with_the_coordinator_is_replaced_by_the_next_one(
 def test_ranks_that_were_just_meeting_when_the_coordinator_was_lost_meet_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Quiet before it is killed: a word that is under way then would reach the next one first, and be of ranks at work.
+    for agent in (job.agents["a"], job.agents["b"]):
+        agent.speaks.clear()
+    job.until(lambda: all(job.agents[name].is_quiet for name in "ab"))
     job.kill_coordinator(monkeypatch)
     for agent in (job.agents["a"], job.agents["b"]):
         for rank, status in agent.ranks.items():
             agent.ranks[rank] = status.model_copy(update={"phase": "joining", "lost": 0})
+        agent.speaks.set()
     job.start_coordinator()
     job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))
     order = RegroupOrder.from_json(job.agents["a"].orders[1].regroup)
-    # "… while they started", unless an agent's last word to the lost coordinator reaches the new one first
-    assert order.generation == 1 and order.ranks == () and "connections between ranks broke" in order.cause
+    assert order.generation == 1 and order.ranks == () and "broke while they started" in order.cause
 
 
 def test_the_coordinator_of_a_requeued_job_starts_afresh(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,8 @@ def interpreted() -> dict[str, list[str]]:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     found = {case["case"]: case["problems"] for case in map(json.loads, run.stdout.splitlines())}
-    # Not by its exit code: a thread of torch 2.12 with CUDA was seen to abort the process at its end.
+    # A thread of torch 2.12 with CUDA was seen to abort the process at its end.
+    assert run.returncode == 0 or torch.version.cuda, run.stderr
     assert found.keys() == {*CASES, *PLANTED}, run.stderr
     return found
 
@@ -159,8 +160,9 @@ def test_the_how_to_prints_what_it_shows(tmp_path: Path, step: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     shown, printed = (ROOT / "docs/how-to/kernel.md").read_text("utf-8"), f"python mine.py {step}\n{run.stdout}```"
-    registers = re.compile(r"\d+ registers")  # of the page's Triton; other versions take a few more or fewer
-    assert registers.sub("registers", printed) in registers.sub("registers", shown)
+    if torch.__version__ < (2, 13):  # the page is of the Triton of 2.13; others take a few registers more or fewer
+        printed, shown = (re.sub(r"\d+ registers", "registers", text) for text in (printed, shown))
+    assert printed in shown
 
 
 # ---- tiles follow the target
