@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.distributed.pipelining.stage import _RecvInfo
@@ -36,11 +37,52 @@ _RETURNS_OUTPUTS = "return_outputs" in inspect.signature(schedules.PipelineSched
 """Before 2.10 a schedule keeps the last stage's outputs of all microbatches, to return them."""
 
 
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def _functions_expire() -> bool:
+    """Whether the node of an `autograd.Function` is gone with its outputs, although Python still holds it."""
+    node = _Identity.apply(torch.zeros(1, requires_grad=True)).grad_fn
+    try:
+        return not node._input_metadata
+    except RuntimeError:
+        return True
+
+
+_FUNCTIONS_EXPIRE = _functions_expire()
+"""Before 2.13. A split backward pass keeps such nodes for the gradients of weights, after it has freed the outputs."""
+
+
 class UnbufferedStage(PipelineStage):
     """torch's pipeline stage, but it has no receive buffer until `allocate_inputs` or `allocate_gradients`.
 
     torch's own allocates those of all microbatches at the start and keeps them.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graphs: dict[int, list[Any]] = {}
+        """Of microbatches whose weights still wait for their gradients: nodes that own the graph."""
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Take the backward pass of a microbatch, or that of its inputs alone."""
+        if _FUNCTIONS_EXPIRE and not full_backward:
+            outputs = (loss,) if self.is_last else self.fwd_cache[bwd_chunk_id][0]
+            # The node of a view is torch's own, which lives as long as Python holds it.
+            self._graphs[bwd_chunk_id] = [
+                output.view_as(output).grad_fn for output in outputs if output is not None and output.requires_grad
+            ]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Take the rest of a microbatch's backward pass."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._graphs.pop(bwd_chunk_id, None)
 
     def allocate_inputs(self, microbatch: int) -> None:
         """Make the buffers that a microbatch's input is received in."""
