@@ -59,9 +59,10 @@ def train_layouts() -> dict[str, Any]:
     """Every layout of the parity table, compared with one process."""
     with tempfile.TemporaryDirectory() as folder:
         cases = run_pytest("tests/multiprocess/test_parity.py", "--reports", folder)
-        worst = json.loads((Path(folder) / "parity.json").read_text("utf-8"))["figures"]["worst"]
+        written = Path(folder) / "parity.json"  # not if a rank failed
+        worst = json.loads(written.read_text("utf-8"))["figures"]["worst"] if written.exists() else {}
     failed = [name for name, ok in cases if not ok]
-    figures = {"loss": worst["loss"], "norm": worst["norm"]}
+    figures = {name: worst[name] for name in ("loss", "norm") if name in worst}
     return {"passed": len(cases) - len(failed), "ran": len(cases), "failed": failed, **figures}
 
 

@@ -1,8 +1,10 @@
 """Memory that processes of one host share: what happens when one is gone, and when there is none to be had."""
 
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +58,19 @@ def test_what_one_writes_before_the_barrier_the_other_reads_after_it(tmp_path: P
     os.waitpid(child, 0)
 
 
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """As many as `select` can tell apart."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    with ExitStack() as files:
+        while files.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_open_files")
 def test_a_process_that_is_gone_is_seen(tmp_path: Path) -> None:
     child = in_another_process(lambda: share(tmp_path, 1))
     memory = share(tmp_path, 0)

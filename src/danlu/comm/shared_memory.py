@@ -63,6 +63,8 @@ class SharedMemory:
         self._milliseconds = ctypes.c_uint32(int(1000 * _SLICE))
         self._size = ctypes.c_uint32(size)
         self._peers: dict[int, int] = {}
+        """Ranks by a handle of their process."""
+        self._ended = select.poll()  # unlike select() also for handles from 1024 on
 
     @classmethod
     def share(cls, store: Store, index: int, size: int, payload: int, timeout: timedelta) -> Self:
@@ -87,8 +89,13 @@ class SharedMemory:
         for peer in range(size):
             if peer != index:
                 with suppress(OSError):  # in another container: only the timeout tells that it is gone
-                    shared._peers[peer] = os.pidfd_open(int(store.get(f"pid-{peer}")))
+                    shared._watch(peer, int(store.get(f"pid-{peer}")))
         return shared
+
+    def _watch(self, peer: int, process: int) -> None:
+        handle = os.pidfd_open(process)
+        self._peers[handle] = peer
+        self._ended.register(handle, select.POLLIN)
 
     def barrier(self) -> None:
         """Wait until every rank is here; what they wrote before can be read after."""
@@ -100,7 +107,7 @@ class SharedMemory:
         while state != _PASSED:
             if state == _BROKEN:
                 raise HostPeerError("interrupted: another rank of this host is gone, or ended a collective")
-            if gone := [peer for peer, handle in self._peers.items() if select.select([handle], [], [], 0)[0]]:
+            if gone := [self._peers[handle] for handle, _ in self._ended.poll(0)]:
                 self.interrupt()
                 raise HostPeerError(f"rank {gone[0]} of the {self.size} of this group, all on this host, is gone")
             if time.monotonic() - began > self.timeout.total_seconds():
@@ -117,7 +124,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Let go of the other ranks; the memory goes with its last view."""
-        for handle in self._peers.values():
+        for handle in self._peers:
+            self._ended.unregister(handle)
             os.close(handle)
         self._peers.clear()
 

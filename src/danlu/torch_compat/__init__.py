@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -70,11 +71,17 @@ def fake_store() -> Store:
 
 
 def clear_dtensor_caches() -> None:
-    """Forget how DTensor redistributed on meshes whose groups are closed: an equal mesh would find them there.
+    """Forget what DTensor did on meshes whose groups are closed.
 
-    torch 2.9 has the first of the three caches alone.
+    An equal mesh would find them there, and a group in a cache keeps its threads and its connections. torch 2.9 lacks
+    the last two caches.
     """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    for owner in (ShardingPropagator, _redistribute):
+        for function in vars(owner).values():
+            if clear := getattr(function, "cache_clear", None):
+                clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     with suppress(AttributeError):
         torch._C._clear_DTensor_sharding_propagator_cache()
     with suppress(AttributeError):
