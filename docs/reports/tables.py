@@ -199,7 +199,14 @@ def torch_minors(report: Report) -> str:
         report["figures"]["minors"].items(), key=lambda item: [int(part) for part in item[0].split(".")]
     ):
         tests, layouts = row.get("tests"), row.get("layouts")
-        rows.append([version, *_minor_part(tests), *_minor_part(layouts), f"{layouts['loss']:.1e}" if layouts else ""])
+        rows.append(
+            [
+                version,
+                *_minor_part(tests),
+                *_minor_part(layouts),
+                f"{layouts['loss']:.1e}" if layouts and "loss" in layouts else "",
+            ]
+        )
     return table("torch|tests:|on|layouts like one process:|on|largest deviation of a loss:", rows)
 
 

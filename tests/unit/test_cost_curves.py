@@ -185,7 +185,8 @@ def test_bounds_hold_on_a_probed_machine() -> None:
         for place in places.placements(candidate.degrees):
             exact = pricing.price(candidate, place).seconds
             assert pricing.lower_bound(candidate).seconds <= exact * (1 + 1e-9)
-            assert pricing.shape_lower_bound(candidate.shape, candidate.schedule) <= exact * (1 + 1e-9)
+            of_shape = pricing.shape_lower_bound(candidate.shape, candidate.schedule, (candidate.data,))
+            assert of_shape <= exact * (1 + 1e-9)
 
 
 def test_a_probed_cluster_round_trips_through_its_file(tmp_path: object) -> None:

@@ -65,13 +65,18 @@ def test_bounds_are_bounds(name: str) -> None:
     candidates = list(space.candidates())
     for candidate in chance.sample(candidates, min(150, len(candidates))):
         least = pricing.lower_bound(candidate).seconds
+        shape, schedule, data = candidate
+        of_all = pricing.shape_lower_bound(shape, schedule, space.data_splits(shape, schedule))
+        of_shape = pricing.shape_lower_bound(shape, schedule, (data,))
+        assert pricing.shape_lower_bound(shape, None) <= of_all * (1 + 1e-9)
+        assert of_all <= of_shape * (1 + 1e-9)
         for inner, some in places.by_layer_axes(candidate.degrees).items():
             settled = pricing.lower_bound(candidate, known=inner).seconds
             for place in some:
                 exact = pricing.price(candidate, place)
                 assert least <= settled * (1 + 1e-9)
                 assert settled <= exact.seconds * (1 + 1e-9)
-                assert pricing.shape_lower_bound(candidate.shape, candidate.schedule) <= exact.seconds
+                assert of_shape <= exact.seconds * (1 + 1e-9)
                 assert pricing.memory(candidate) == exact.prediction.memory
 
 

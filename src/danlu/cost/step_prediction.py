@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from danlu.cost.calibration import Calibration
 from danlu.cost.collectives import (
@@ -60,6 +61,15 @@ class StepPrediction:
         return self.memory.device_bytes <= memory
 
 
+class StateTraffic(NamedTuple):
+    """Seconds in which the parameters and gradients of a rank are sent, before compute hides any of it."""
+
+    passes: float
+    """In the passes of one microbatch."""
+    after: float
+    """After the last one."""
+
+
 class Predictor:
     """Predicts steps of one model and batch on one cluster with one software."""
 
@@ -87,6 +97,10 @@ class Predictor:
         `memory` is that of the same layout at another placement, if known: it does not change.
         """
         return _StepEstimator(self.context, layout, self._cache).prediction(memory)
+
+    def state_traffic(self, layout: ParallelLayout) -> StateTraffic:
+        """Traffic of the states of the first rank of a pipeline."""
+        return _StepEstimator(self.context, layout, self._cache).state_traffic()
 
     def memory(self, layout: ParallelLayout) -> MemoryEstimate:
         """Memory of the fullest rank alone."""
@@ -156,6 +170,13 @@ class _StepEstimator(LayoutShapes):
             memory=memory or RankMemoryEstimator(self.context, layout, self._cache).peak(),
             assumptions=self.context.assumptions,
         )
+
+    def state_traffic(self) -> StateTraffic:
+        """Of the first rank of a pipeline; none on a probed machine, where it follows no formula."""
+        if self.device.measured:
+            return StateTraffic(0.0, 0.0)
+        reduce, gather, update = self._traffic_after_passes(self.stages[0])
+        return StateTraffic(sum(self._shard_comm(self.stages[0]) or ()), reduce + gather + update)
 
     def _stage(self, contents: StageContents) -> tuple[StageTime, dict[str, float]]:
         """One rank's passes of one microbatch, and their time by part."""
@@ -284,30 +305,11 @@ class _StepEstimator(LayoutShapes):
     def _optimizer_phase(self, contents: StageContents, stage: StageTime) -> dict[str, float]:
         """After the last microbatch: gradients between replicas, the optimizer, parameters back to replicas."""
         mine, software = self.rank_parameters(contents), self.software
-        reduce = gather = update = 0.0
-        updated = 0.0
-        for count, dense in ((mine.dense, True), (mine.experts, False)):
-            if not count:
-                continue
-            replicas = self.groups.replicas(dense)
-            every = self.groups.shard_group(dense, "all")
-            gradients = count * software.gradient_bytes
-            parameters = count * software.parameter_bytes
-            over = self.sharding
-            if over.gradients == "group" and (not self.reduces_every_microbatch or replicas.per_group == 1):
-                reduce += reduce_scatter_time(self.network, self.groups.shard_group(dense, "group"), gradients)
-                reduce += all_reduce_time(self.network, self.groups.replicate, gradients / replicas.per_group)
-            elif not self.reduces_every_microbatch:
-                if over.optimizer == "none" or software.all_reduce_gradients:
-                    reduce += all_reduce_time(self.network, every, gradients)
-                else:
-                    reduce += reduce_scatter_time(self.network, every, gradients)
-            if over.parameters == "none" and over.optimizer != "none":
-                gather += all_gather_time(self.network, every, parameters)
-            elif over.parameters == "group" and over.optimizer == "all":  # of what the optimizer updates, in fp32
-                shard = count * MASTER_BYTES / replicas.per_group
-                update += all_gather_time(self.network, self.groups.replicate, shard)
-            updated += count / replicas.shards(over.optimizer)
+        reduce, gather, update = self._traffic_after_passes(contents)
+        updated = sum(
+            count / self.groups.replicas(dense).shards(self.sharding.optimizer)
+            for count, dense in ((mine.dense, True), (mine.experts, False))
+        )
         optimizer = (
             updated
             * self.overheads.optimizer_bytes_moved
@@ -334,6 +336,33 @@ class _StepEstimator(LayoutShapes):
             work = muon_work(software.muon, contents, self.layout, self.groups)
             phase["orthogonalization"], phase["exchange"] = muon_time(self.context, work, self.groups)
         return phase
+
+    def _traffic_after_passes(self, contents: StageContents) -> tuple[float, float, float]:
+        """Before overlap: gradients are reduced, parameters gathered, and updated ones sent to replicas."""
+        mine, software = self.rank_parameters(contents), self.software
+        reduce = gather = update = 0.0
+        for count, dense in ((mine.dense, True), (mine.experts, False)):
+            if not count:
+                continue
+            replicas = self.groups.replicas(dense)
+            every = self.groups.shard_group(dense, "all")
+            gradients = count * software.gradient_bytes
+            parameters = count * software.parameter_bytes
+            over = self.sharding
+            if over.gradients == "group" and (not self.reduces_every_microbatch or replicas.per_group == 1):
+                reduce += reduce_scatter_time(self.network, self.groups.shard_group(dense, "group"), gradients)
+                reduce += all_reduce_time(self.network, self.groups.replicate, gradients / replicas.per_group)
+            elif not self.reduces_every_microbatch:
+                if over.optimizer == "none" or software.all_reduce_gradients:
+                    reduce += all_reduce_time(self.network, every, gradients)
+                else:
+                    reduce += reduce_scatter_time(self.network, every, gradients)
+            if over.parameters == "none" and over.optimizer != "none":
+                gather += all_gather_time(self.network, every, parameters)
+            elif over.parameters == "group" and over.optimizer == "all":  # of what the optimizer updates, in fp32
+                shard = count * MASTER_BYTES / replicas.per_group
+                update += all_gather_time(self.network, self.groups.replicate, shard)
+        return reduce, gather, update
 
 
 def _add(parts: dict[str, float], once: PassTime, times: float) -> None:

@@ -1,12 +1,15 @@
 """Time and memory of a layout: exact at one placement, and a lower bound over all placements."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import le
 from typing import Any, NamedTuple
 
 from danlu.cost import flops_per_token
 from danlu.cost.collectives import Link
 from danlu.cost.memory import MemoryEstimate
+from danlu.cost.overlap import exposed_time
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
 from danlu.cost.software import DANLU, Software
@@ -148,6 +151,17 @@ class _SoftwareKnobs(NamedTuple):
     dispatch_chunks: int = 1
 
 
+class _ModelTraffic(NamedTuple):
+    """Seconds in which the states of the full model are sent by one rank, before compute hides any of it."""
+
+    microbatch: float = 0.0
+    """For every microbatch."""
+    step: float = 0.0
+    """Once, during the passes."""
+    after: float = 0.0
+    """After them."""
+
+
 class PlanPricer:
     """Prices the layouts of one request; `lower_bound` never exceeds `price` at any placement.
 
@@ -162,6 +176,8 @@ class PlanPricer:
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._passes: dict[tuple[object, ...], float] = {}
         self._full_batches: dict[tuple[int, ...], float] = {}
+        self._traffic = lru_cache(maxsize=None)(self._model_traffic)
+        self._least_traffic = lru_cache(maxsize=None)(self._least_model_traffic)
         self._networks = RelaxedNetworkBuilder(
             self._predictor(_SoftwareKnobs("none")).context.network, request.chips, request.cluster
         )
@@ -221,6 +237,11 @@ class PlanPricer:
         self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
     ) -> StepPrediction:
         """Memory, and a lower bound on the time over all placements, or over those with the `known` groups."""
+        predictor, layout = self._relaxed(candidate, known)
+        return predictor.predict(layout, memory)
+
+    def _relaxed(self, candidate: Candidate, known: GroupShapes = ()) -> tuple[Predictor, ParallelLayout]:
+        """A layout on a network on which none of its collectives is slower than at a real placement."""
         shape, schedule, data = candidate
         expert_shard = data.shard * shape.cp * shape.tp // shape.ep
         sizes = (
@@ -235,25 +256,73 @@ class PlanPricer:
         )
         network, group_shapes = self._networks.build(sizes, known)
         predictor = self._relaxed_predictor(_software_knobs(schedule)).on(network)
-        return predictor.predict(self._layout(candidate, group_shapes), memory)
+        return predictor, self._layout(candidate, group_shapes)
 
-    def shape_lower_bound(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
+    def shape_lower_bound(
+        self, shape: ShapeKnobs, schedule: ScheduleKnobs | None, splits: tuple[DataKnobs, ...] = ()
+    ) -> float:
         """Lower bound in seconds for all layouts with this shape (and schedule): passes through layers, and bubble.
 
         All ranks of a pipeline together do the passes of the full model, so the slowest takes at least an even share.
+        With the `splits` of states that the layouts may have, the same holds for the traffic of states: what compute
+        can hide of it grows with both, so that no share of a pipeline hides more than an even one.
+        """
+        model_pass = self._model_pass_time(shape, schedule or self._fastest_schedule)
+        found = self._least_traffic(shape.cp, shape.tp, shape.ep, shape.dp, shape.pp > 1, splits)
+        return min(self._even_share(shape, schedule, model_pass, traffic) for traffic in found)
+
+    def _even_share(
+        self, shape: ShapeKnobs, schedule: ScheduleKnobs | None, model_pass: float, traffic: _ModelTraffic
+    ) -> float:
+        """Seconds of a rank that has an even share of the passes and of the traffic, and its least bubble.
+
         A schedule that does not split its backward pass waits for the others' passes divided by the stages per rank;
         with one stage per rank and no more microbatches than ranks, a slow first rank hides part of that wait, and the
         rest is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
-        model_pass = self._model_pass_time(shape, schedule or self._fastest_schedule)
-        even = shape.microbatches * model_pass / shape.pp
-        if schedule is None or shape.pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
-            return even
+        pp, microbatches = shape.pp, shape.microbatches
+        compute = microbatches * model_pass
+        sent = microbatches * traffic.microbatch + traffic.step
+        model_pass = (compute + exposed_time(sent, compute, self._least_contention)) / microbatches
+        even = microbatches * model_pass / pp
+        after = exposed_time(traffic.after, model_pass, self._least_contention) / pp
+        if schedule is None or pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
+            return even + after
         if self.request.cluster.chip.alone > 1:  # idle ranks leave their cores to the others
-            return even
-        if schedule.stages_per_rank == 1 and shape.microbatches <= shape.pp:
-            return max(even, 2 * shape.microbatches * model_pass / (shape.pp + 1))
-        return even + (model_pass - model_pass / shape.pp) / schedule.stages_per_rank
+            return even + after
+        if schedule.stages_per_rank == 1 and microbatches <= pp:
+            return max(even, 2 * microbatches * model_pass / (pp + 1)) + after
+        return even + (model_pass - model_pass / pp) / schedule.stages_per_rank + after
+
+    @cached_property
+    def _least_contention(self) -> float:
+        """The least share of hidden traffic that is paid nevertheless."""
+        overheads = self._predictor(_SoftwareKnobs("none")).context.overheads
+        return min(overheads.contention, overheads.fsdp_contention)
+
+    def _least_model_traffic(
+        self, cp: int, tp: int, ep: int, dp: int, pipeline: bool, splits: Sequence[DataKnobs]
+    ) -> list[_ModelTraffic]:
+        """Of the splits those that none of the others beats in everything; no traffic if none is given."""
+        every = {self._traffic(cp, tp, ep, pipeline, split) for split in splits} or {_ModelTraffic()}
+        return [one for one in every if not any(all(map(le, other, one)) for other in every if other != one)]
+
+    def _model_traffic(self, cp: int, tp: int, ep: int, pipeline: bool, split: DataKnobs) -> _ModelTraffic:
+        """Lower bound on the traffic of states, at any number of microbatches, were the full model on every rank.
+
+        It is that of one microbatch and of two, which says what happens once per step.
+        """
+        split = split._replace(reduces_once_per_step=pipeline or split.reduces_once_per_step)
+        shape = ShapeKnobs(1, cp, tp, ep, split.replicate * split.shard, 1)
+        one, two = (
+            predictor.state_traffic(layout)
+            for predictor, layout in (
+                self._relaxed(Candidate(shape._replace(microbatches=number), self._fastest_schedule, split))
+                for number in (1, 2)
+            )
+        )
+        step = 2 * (one.passes - two.passes)
+        return _ModelTraffic(one.passes - step, step, one.after)
 
     @property
     def _fastest_schedule(self) -> ScheduleKnobs:

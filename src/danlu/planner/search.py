@@ -113,6 +113,12 @@ def search_exhaustively(request: PlanRequest) -> PricedPlan | None:
     return min((priced for priced in every if priced.fits), key=lambda priced: priced.sort_key, default=None)
 
 
+class _Unbounded(NamedTuple):
+    """A layout of which only the bound of its shape is known."""
+
+    candidate: Candidate
+
+
 class _PartialPlacement(NamedTuple):
     """A layout with some of its axes placed."""
 
@@ -158,6 +164,8 @@ class _Search:
                 self._accept(node)
             elif isinstance(node, ShapeKnobs):
                 self._open_shape(bound, node)
+            elif isinstance(node, _Unbounded):
+                self._bound_candidate(bound, node.candidate)
             elif isinstance(node, Candidate):
                 self._open_candidate(bound, node)
             elif isinstance(node, _PartialPlacement):
@@ -193,20 +201,27 @@ class _Search:
 
     def _open_shape(self, bound: float, shape: ShapeKnobs) -> None:
         for schedule in self.space.schedules_of(shape):
-            self._push(max(bound, self.pricer.shape_lower_bound(shape, schedule)), (shape, schedule))
+            splits = self.space.data_splits(shape, schedule)
+            if splits:
+                self._push(max(bound, self.pricer.shape_lower_bound(shape, schedule, splits)), (shape, schedule))
 
     def _open_schedule(self, bound: float, shape: ShapeKnobs, schedule: ScheduleKnobs) -> None:
-        """Expand into every sharding of states that fits."""
-        data_splits = self.space.data_splits(shape, schedule)
-        if not data_splits or shape.microbatches < self._fewest_microbatches(shape._replace(microbatches=1), schedule):
+        """Expand into every sharding of states."""
+        if shape.microbatches < self._fewest_microbatches(shape._replace(microbatches=1), schedule):
             return
-        for data in data_splits:
+        for data in self.space.data_splits(shape, schedule):
             candidate = Candidate(shape, schedule, data)
-            if self._degrees(candidate) in self.done:
-                continue
-            memory = self.pricer.memory(candidate)
-            if memory.device_bytes <= self.request.usable_memory:
-                self._push(max(bound, self.pricer.lower_bound(candidate, memory).seconds), candidate)
+            if self._degrees(candidate) not in self.done:
+                least = self.pricer.shape_lower_bound(shape, schedule, (data,))
+                self._push(max(bound, least), _Unbounded(candidate))
+
+    def _bound_candidate(self, bound: float, candidate: Candidate) -> None:
+        """Give a layout that fits a bound of its own."""
+        if self._degrees(candidate) in self.done:
+            return
+        memory = self.pricer.memory(candidate)
+        if memory.device_bytes <= self.request.usable_memory:
+            self._push(max(bound, self.pricer.lower_bound(candidate, memory).seconds), candidate)
 
     def _fewest_microbatches(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> int:
         """The fewest microbatches that fill the pipeline and can fit; the most sharded layout takes the least memory.
