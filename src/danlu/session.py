@@ -19,7 +19,7 @@ from danlu.comm.flight_record import (
 from danlu.comm.launcher_link import FIRST_STEP, LauncherLink, RegroupOrder
 from danlu.comm.mesh import ParallelMesh, build_mesh
 from danlu.comm.peak_flops import PeakCacheKey, measure_peak
-from danlu.comm.rank_layout import level_blocks
+from danlu.comm.rank_layout import network_spans
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.build import ForwardBackward, build_train_state
@@ -126,7 +126,7 @@ class Session:
             device,
             generation=generation,
             canceled=partial(self._is_superseded, generation) if recoverable else None,
-            blocks=level_blocks(level.fanout for level in self.cluster.levels) if self.cluster else (),
+            levels=network_spans(self.cluster, rank_info.world_size),
         )
         self.link.on_order = self.world.interrupt
         try:

@@ -22,6 +22,7 @@ from danlu.comm.flight_recorder import FlightRecorder
 from danlu.comm.host_group import SLOT_BYTES, HostGroup
 from danlu.comm.level_collectives import LevelCollectives
 from danlu.comm.peer_failure import is_peer_failure
+from danlu.comm.rank_layout import LevelSpan, common_level
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.shared_memory import HostPeerError
 from danlu.comm.world import World
@@ -199,15 +200,76 @@ def turns() -> int:
     return sum(each._turn for each in own_collectives._answered.values() if isinstance(each, HostGroup))
 
 
+def traffic_is_counted_where_it_passes(world: World, each: int, blocks: tuple[int, ...]) -> None:
+    """Against the bytes that every rank must send, level by level: none for what goes through a host's memory."""
+    rank, ranks, rows = world.rank, world.size, 4 * 3 * 2**10
+    world.pop_traffic()
+
+    def sent(call: Callable[[], object]) -> list[float]:
+        call()
+        return list(world.pop_traffic().sent)
+
+    def by_level(amounts: dict[int, float]) -> list[float]:
+        """Bytes to some ranks, by the level that this rank reaches them over."""
+        found = [0.0] * len(world.levels)
+        for other, amount in amounts.items():
+            found[common_level(rank, other, world.levels)] += amount
+        return found
+
+    share = rows * 4 / ranks
+    inside = {other: share for other in range(ranks) if other != rank}
+    exchanged = sent(lambda: dist.all_to_all_single(torch.empty(rows), torch.ones(rows)))
+    assert exchanged == (by_level(inside) if each < ranks else [0.0] * len(world.levels))
+    counts = [other + 1 for other in range(ranks)]
+    given, found = torch.ones(sum(counts), 5), torch.empty((rank + 1) * ranks, 5)
+    uneven = sent(lambda: dist.all_to_all_single(found, given, [rank + 1] * ranks, counts))
+    to_others = {other: 20.0 * (other + 1) for other in range(ranks) if other != rank}
+    assert uneven == (by_level(to_others) if each < ranks else [0.0] * len(world.levels))
+    summed = sent(lambda: dist.all_reduce(torch.ones(rows)))
+    expected, left = [0.0] * len(world.levels), rows * 4.0
+    for inner, outer in pairwise([each, *blocks, ranks]):
+        size, level = outer // inner, common_level(0, outer - 1, world.levels)
+        if each > 1 and inner == each:
+            left /= each  # summed in the memory of the host first
+        last = outer == ranks
+        expected[level] += (2 if last else 1) * left * (size - 1) / size + (0 if last else left * (size - 1) / size)
+        left /= size
+    assert summed == (expected if SAYS_REDUCTION or each == 1 else summed)
+    if rank % 2:
+        passed = sent(lambda: dist.recv(torch.empty(7), rank - 1))
+    else:
+        passed = sent(lambda: dist.send(torch.ones(7), rank + 1)) if rank + 1 < ranks else []
+    assert sum(passed) == (28 if passed and not rank % 2 else 0)
+
+
+def exchanges_are_timed_and_what_consists_of_them_is_not(world: World) -> None:
+    world.pop_traffic()
+    dist.all_reduce(torch.ones(2**16))  # by levels it consists of all-to-alls
+    assert world.pop_traffic().all_to_all_seconds == 0.0
+    world.barrier()
+    began = time.perf_counter()
+    if world.rank == 1:
+        time.sleep(0.2)
+    work = dist.all_to_all_single(torch.empty(world.size), torch.ones(world.size), async_op=True)
+    assert work is not None
+    work.wait()
+    spent = time.perf_counter() - began
+    seconds = world.pop_traffic().all_to_all_seconds
+    least = 0.15 if world.rank == 0 else 0.0  # who comes late need not wait
+    assert least < seconds <= spent, (least, seconds, spent)
+
+
 def main() -> None:
     rank, ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     each, blocks = int(sys.argv[5]), tuple(map(int, sys.argv[6:]))
+    bounds = [*dict.fromkeys([each, *blocks, ranks])]
+    levels = [LevelSpan(f"level {number}", size) for number, size in enumerate(bounds)]
     world_module.host_identity = lambda: f"host {rank // each}"  # what they cannot be on one machine
     place = RankInfo(rank, ranks, rank, f"127.0.0.1:{port}", bytes(32))
     store = rendezvous(place)
     told = folder / f"{rank}.txt"
     try:
-        world = World.join(place, "gloo", store, blocks=blocks)
+        world = World.join(place, "gloo", store, levels=levels)
         recorder = FlightRecorder(FlightWriter(folder / f"{rank}.flight", rank))
         assert dist.group.WORLD is not None
         answering = own_collectives._answered[dist.group.WORLD.group_name]
@@ -226,6 +288,8 @@ def main() -> None:
         what_is_not_written_goes_to_the_library(rank, ranks)
         assert turns() == before
         recorder.close()
+        traffic_is_counted_where_it_passes(world, each, blocks)
+        exchanges_are_timed_and_what_consists_of_them_is_not(world)
         world.barrier()
         world.shutdown()
         faults = FAULTS if each == ranks and SAYS_REDUCTION else ()

@@ -2,15 +2,22 @@
 
 import pytest
 
-from danlu.comm.rank_layout import level_blocks
+from danlu.comm.rank_layout import common_level, level_spans, network_spans
 from danlu.comm.world import _level_sizes
+from danlu.spec import load_cluster
 
 
-@pytest.mark.parametrize(
-    ("fanouts", "blocks"), [((8,), ()), ((8, 4), ()), ((2, 2, 2), (4,)), ((8, 32, 4, 3), (256, 1024))]
-)
-def test_blocks_lie_between_the_host_and_the_whole(fanouts: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-    assert level_blocks(fanouts) == blocks
+def test_ranks_are_numbered_along_the_levels() -> None:
+    levels = level_spans([("node", 8), ("pod", 32), ("fabric", 4)])
+    assert [level.ranks for level in levels] == [8, 256, 1024]
+    crossed = [levels[common_level(5, other, levels)].name for other in (5, 7, 8, 255, 256, 1023)]
+    assert crossed == ["node", "node", "pod", "pod", "fabric", "fabric"]
+
+
+def test_nodes_that_are_not_full_hold_as_many_ranks_each() -> None:
+    pod = load_cluster("h100-pod")  # nodes of 8
+    assert network_spans(pod, 12)[0].ranks == 4
+    assert network_spans(None, 12) == ()
 
 
 @pytest.mark.parametrize(

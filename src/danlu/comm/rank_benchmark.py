@@ -32,7 +32,7 @@ from danlu.comm.collective_benchmark import (
     all_reduce_scalar,
     group_partitions,
 )
-from danlu.comm.rank_layout import level_blocks
+from danlu.comm.rank_layout import level_spans
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.language.register import use_kernels
@@ -270,9 +270,8 @@ class _RankProbe:
         self.device = chip.runtime.set_device(local_rank)
         use_kernels(self.device)
         place = RankInfo(rank, ranks, local_rank)
-        blocks = level_blocks(fanout for _, fanout in levels)  # as in a run on this network
-        backend = chip.backend or "gloo"
-        self.world = World.join(place, backend, store, self.device, timeout=_TIMEOUT, blocks=blocks)
+        spans, backend = level_spans(levels), chip.backend or "gloo"  # as in a run on this network
+        self.world = World.join(place, backend, store, self.device, timeout=_TIMEOUT, levels=spans)
 
     def measure(
         self,

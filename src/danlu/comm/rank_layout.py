@@ -1,16 +1,22 @@
 """Layout of ranks: the axes of a plan as arrays of ranks. Pure arithmetic over `spec.rank_placement`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from danlu.spec.cluster import Cluster
 from danlu.spec.plan import DENSE_AXES, Plan
-from danlu.spec.rank_placement import EXPERT_AXES, AxisFactors, place_dense_axes, place_expert_axes, rank_digits
+from danlu.spec.rank_placement import (
+    EXPERT_AXES,
+    AxisFactors,
+    place_dense_axes,
+    place_expert_axes,
+    rank_digits,
+    ranks_per_node,
+)
 
 RankArray = NDArray[np.int64]
 
@@ -45,9 +51,37 @@ class RankLayout:
         return found
 
 
-def level_blocks(fanouts: Iterable[int]) -> tuple[int, ...]:
-    """Ranks under one switch of each level between the innermost and the whole, from what the levels join."""
-    return tuple(accumulate(fanouts, mul))[1:-1]
+class LevelSpan(NamedTuple):
+    """A level of the network, as ranks are numbered along it."""
+
+    name: str
+    ranks: int
+    """Consecutive ranks that one of its units joins."""
+
+
+def level_spans(levels: Iterable[tuple[str, int]]) -> tuple[LevelSpan, ...]:
+    """The levels from the innermost outwards, from the name of each and how many of the level below it joins."""
+    spans, ranks = [], 1
+    for name, fanout in levels:
+        ranks *= fanout
+        spans.append(LevelSpan(name, ranks))
+    return tuple(spans)
+
+
+def network_spans(cluster: Cluster | None, world: int) -> tuple[LevelSpan, ...]:
+    """The levels of a cluster's network, as so many ranks fill them; none without a cluster."""
+    if cluster is None:
+        return ()
+    inner, *outer = ((level.name, level.fanout) for level in cluster.levels)
+    return level_spans([(inner[0], ranks_per_node(world, cluster)), *outer])
+
+
+def common_level(rank: int, other: int, levels: Sequence[LevelSpan]) -> int:
+    """The number of the innermost level that joins two ranks."""
+    for number, level in enumerate(levels[:-1]):
+        if rank // level.ranks == other // level.ranks:
+            return number
+    return len(levels) - 1
 
 
 def dense_layout(plan: Plan, cluster: Cluster | None = None) -> RankLayout:

@@ -31,8 +31,10 @@ from danlu.comm.own_collectives import (
     is_answered,
 )
 from danlu.comm.own_sockets import own_sockets
+from danlu.comm.rank_layout import LevelSpan
 from danlu.comm.rendezvous import TIMEOUT, RankInfo
 from danlu.comm.shared_memory import SharedMemoryError, host_identity
+from danlu.comm.traffic_meter import StepTraffic, TrafficMeter
 from danlu.torch_compat import PrefixStore, Store
 
 CPU = torch.device("cpu")
@@ -77,8 +79,10 @@ class World:
     """Whether groups of ranks on one host communicate through its memory."""
     answer: MakeCollectives | None = field(default=None, compare=False)
     """What makes the collectives of groups, of their ranks; else they are the library's, or ours on CPUs."""
-    blocks: tuple[int, ...] = ()
-    """Ranks under one switch of each level of the network between the host and the whole, innermost first."""
+    levels: tuple[LevelSpan, ...] = ()
+    """The levels of the network from the host outwards; none where it is not known."""
+    traffic: TrafficMeter | None = field(default=None, compare=False)
+    """What this rank sends; None for one rank, and in a dry run."""
     fallbacks: list[str] = field(default_factory=list, compare=False)
     """Groups of this rank that communicate more slowly than they could, each with the reason."""
 
@@ -94,15 +98,15 @@ class World:
         timeout: timedelta = TIMEOUT,
         canceled: Callable[[], bool] | None = None,
         shares_memory: bool = True,
-        blocks: Sequence[int] = (),
+        levels: Sequence[LevelSpan] = (),
         answer: MakeCollectives | None = None,
     ) -> Self:
         """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined.
 
         With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
         waited for may die meanwhile. On CPUs, groups whose ranks are all on one host communicate through its memory,
-        and others inside each host and each of the `blocks` first, unless `shares_memory` is false or `answer` makes
-        the collectives of groups.
+        and others inside each host and each unit of the `levels` first, unless `shares_memory` is false or `answer`
+        makes the collectives of groups.
         """
         whole, store = store, PrefixStore(f"generation-{generation}", store)
         size, earlier = rank_info.world_size, frozenset(own_sockets().values())
@@ -111,19 +115,20 @@ class World:
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
         place = (rank_info.rank, size, rank_info.local_rank, device, generation, timeout)
         shares_memory = shares_memory and backend in _OVER_SOCKETS
-        world = cls(*place, store, whole, earlier, shares_memory, answer, tuple(blocks))
+        levels = tuple(levels)
+        world = cls(*place, store, whole, earlier, shares_memory, answer, levels, _meter(rank_info.rank, size, levels))
         world._find_host()
         _joined[dist.group.WORLD] = world
         return world
 
     @classmethod
-    def fake(cls, rank: int, size: int) -> Self:
+    def fake(cls, rank: int, size: int, levels: Sequence[LevelSpan] = ()) -> Self:
         """Be a rank of a world whose other ranks do not exist, and whose collectives return at once: a dry run's."""
         dist.init_process_group("fake", store=torch_compat.fake_store(), rank=rank, world_size=size)
-        return cls(rank, size)
+        return cls(rank, size, levels=tuple(levels))
 
     @classmethod
-    def adopt(cls, device: torch.device = CPU, *, shares_memory: bool = True, blocks: Sequence[int] = ()) -> Self:
+    def adopt(cls, device: torch.device = CPU, *, shares_memory: bool = True, levels: Sequence[LevelSpan] = ()) -> Self:
         """The world that this process is a rank of already, as under torchrun; a world of one if it is of none.
 
         Every rank calls it.
@@ -133,10 +138,10 @@ class World:
         joined = _joined.get(dist.group.WORLD)
         if isinstance(joined, cls):
             shares_memory = shares_memory and joined.shares_memory
-            return replace(joined, device=device, shares_memory=shares_memory, blocks=tuple(blocks) or joined.blocks)
+            return replace(joined, device=device, shares_memory=shares_memory, levels=tuple(levels) or joined.levels)
         place = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(fallback_rank=0), device)
         shares_memory = shares_memory and dist.get_backend() in _OVER_SOCKETS
-        world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory, blocks=tuple(blocks))
+        world = cls(*place, store=torch_compat.default_store(), shares_memory=shares_memory, levels=tuple(levels))
         world._find_host()
         return world
 
@@ -146,6 +151,8 @@ class World:
         DTensor caches redistributions together with their mesh. A mesh of the next world that looks the same would
         find the closed groups there, so those caches are cleared too.
         """
+        if self.traffic is not None:
+            self.traffic.close()
         close_own_collectives()
         _joined.clear()
         dist.destroy_process_group()
@@ -195,6 +202,10 @@ class World:
         value = torch.tensor(compute() if self.rank == 0 else 0, device=self.device)
         self.broadcast(value)
         return int(value)
+
+    def pop_traffic(self) -> StepTraffic:
+        """What this rank has sent since the last call; as many zeros where nothing is measured."""
+        return self.traffic.pop() if self.traffic else StepTraffic(sent=(0.0,) * len(self.levels))
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -259,7 +270,7 @@ class World:
         if len({*hosts}) == 1:
             self._share_memory(group, members)
             return
-        switches = [[member // block for member in members] for block in self.blocks]
+        switches = [[member // level.ranks for member in members] for level in self.levels[1:-1]]
         sizes = _level_sizes([hosts, *switches])
         if len(sizes) > 1:
             answer_calls(group, LevelCollectives(self.level_groups(members, sizes, group.group_desc)))
@@ -288,6 +299,10 @@ class World:
 
 _joined: dict[ProcessGroup | None, World] = {}
 """The world that this process joined, by torch's group of all its ranks."""
+
+
+def _meter(rank: int, size: int, levels: Sequence[LevelSpan]) -> TrafficMeter | None:
+    return TrafficMeter(rank, levels, ranks_of) if size > 1 else None
 
 
 def _wait_for_all(store: Store, size: int, generation: int, canceled: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from danlu.comm.fake import hold_p2p_tensors
 from danlu.comm.mesh import ParallelMesh, build_mesh
+from danlu.comm.rank_layout import network_spans
 from danlu.comm.world import World
 from danlu.dryrun.layer_extrapolation import LayerMismatchError, extrapolate_step, find_extrapolation
 from danlu.dryrun.live_memory import LiveMemoryTracker
@@ -116,7 +117,7 @@ def dry_run_rank(
 @contextmanager
 def _fake_mesh(recipe: Recipe, plan: Plan, cluster: Cluster | None, rank: int) -> Iterator[ParallelMesh]:
     """The mesh of a rank in a fake process group."""
-    world = World.fake(rank, plan.degrees.world)
+    world = World.fake(rank, plan.degrees.world, network_spans(cluster, plan.degrees.world))
     try:
         yield build_mesh(plan, world, cluster, experts=has_experts(recipe.model))
     finally:
@@ -176,7 +177,8 @@ def _take_step(
     def metrics(modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool) -> StepMetrics:
         all_reduce_metrics(modules, mesh, loss, memory, stop)
         clipped = 2 * recipe.optimizer.clip  # a gradient that is scaled down: clipping takes part in the step
-        return StepMetrics(loss=1.0, norm=clipped, memory=0, imbalance=None, stop_requested=False)
+        traffic = mesh.world.pop_traffic()
+        return StepMetrics(loss=1.0, norm=clipped, memory=0, imbalance=None, stop_requested=False, traffic=traffic)
 
     stages = TrainStages(FixedData(_ZeroBatch(recipe, mesh)), passes, compute_metrics=metrics)
     take_step(recipe, state, mesh, stages)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from danlu.chips.registry import find_chip
 from danlu.comm.mesh import ParallelMesh, build_mesh
-from danlu.comm.rank_layout import level_blocks
+from danlu.comm.rank_layout import network_spans
 from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.build import apply_parallelism
@@ -217,7 +217,7 @@ def _join_world(cluster: Cluster | None = None) -> World:
         else:
             _print_stderr("one rank; start with torchrun for more")
             World.join(RankInfo(), backend, rendezvous(RankInfo()), device)
-    return World.adopt(device, blocks=level_blocks(level.fanout for level in cluster.levels) if cluster else ())
+    return World.adopt(device, levels=network_spans(cluster, dist.get_world_size()))
 
 
 def _check_axes(plan: Plan) -> None:

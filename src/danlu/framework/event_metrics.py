@@ -32,6 +32,10 @@ def event_metrics(event: Event) -> tuple[int, dict[str, float]] | None:
     }
     if event.imbalance is not None:
         metrics["expert imbalance"] = event.imbalance
+    if event.all_to_all_seconds is not None:
+        metrics["all-to-all share"] = event.all_to_all_seconds / event.seconds
+    for level, sent in (event.traffic or {}).items():
+        metrics[f"traffic/{level}"] = float(sent)
     if event.loss_scale is not None:
         metrics["loss scale"] = event.loss_scale
     if event.counted is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from danlu.comm.mesh import ParallelMesh
+from danlu.comm.traffic_meter import StepTraffic
 from danlu.framework.build import ForwardBackward
 from danlu.framework.collapse_alarm import CollapseAlarm
 from danlu.framework.optimizer import learning_rate
@@ -126,6 +127,12 @@ def _evaluate_if_due(state: TrainState, stages: TrainStages) -> None:
         stages.events.write(evaluated)
 
 
+def _by_level(traffic: StepTraffic, mesh: ParallelMesh) -> dict[str, int] | None:
+    if mesh.world.size == 1 or not mesh.world.levels:
+        return None
+    return {level.name: round(sent) for level, sent in zip(mesh.world.levels, traffic.sent, strict=True)}
+
+
 def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: TrainStages) -> StepResult:
     """One optimizer step: the loop's, and the dry run's."""
     started = time.perf_counter()
@@ -171,5 +178,7 @@ def take_step(recipe: Recipe, state: TrainState, mesh: ParallelMesh, stages: Tra
         counted=None if counted is None else int(counted),
         loss_scale=scale,
         mtp_losses=metrics.mtp_losses,
+        all_to_all_seconds=metrics.traffic.all_to_all_seconds or None,
+        traffic=_by_level(metrics.traffic, mesh),
     )
     return StepResult(event, verdict, metrics.stop_requested, metrics.local_square)

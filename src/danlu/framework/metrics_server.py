@@ -56,6 +56,11 @@ class RunMetrics:
                     gauge(f'mtp_loss{{ahead="{ahead}"}}', loss, "Loss of a module of multi-token prediction.")
                 if event.imbalance is not None:
                     gauge("expert_imbalance", event.imbalance, "Load of the busiest expert over the mean.")
+                if event.all_to_all_seconds is not None:
+                    gauge("all_to_all_seconds", event.all_to_all_seconds, "Of the newest step, mean of all ranks.")
+                for level, sent in (event.traffic or {}).items():
+                    about = "Bytes that all ranks sent over a level of the network in the newest step."
+                    gauge(f'traffic_bytes{{level="{_escape(level)}"}}', sent, about)
             case EvaluationEvent():
                 for name, loss in event.losses.items():
                     gauge(f'held_out_loss{{data="{_escape(name)}"}}', loss, "Loss on held-out data.")

@@ -1,13 +1,14 @@
 """Loss, norm, memory and expert load of a step, over all ranks."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from danlu.comm.mesh import ParallelMesh
+from danlu.comm.traffic_meter import StepTraffic
 from danlu.framework.decoder.moe import Router
 from danlu.parallel.batch import Batch
 from danlu.parallel.grad_norm import local_squared_norm
@@ -27,6 +28,8 @@ class StepMetrics:
     """Mean loss of every module of multi-token prediction; None without it."""
     local_square: float = 0.0
     """This rank's part of the squared norm, the only one that differs between ranks: replicas have the same."""
+    traffic: StepTraffic = field(default_factory=StepTraffic)
+    """Since the metrics of the step before: bytes of all ranks, and seconds of all-to-alls in the mean of them."""
 
 
 def compute_step_metrics(
@@ -37,7 +40,11 @@ def compute_step_metrics(
     As a vector it is followed by those of multi-token prediction.
     """
     shares, largest, mine = all_reduce_metrics(modules, mesh, loss, memory, stop)
-    local_square, total_loss, square, total_uneven, total_layers, stops, *further = torch.cat([mine, shares]).tolist()
+    levels = len(mesh.world.levels)
+    local_square, total_loss, square, total_uneven, total_layers, stops, exchanges, *further = torch.cat(
+        [mine, shares]
+    ).tolist()
+    sent, further = further[:levels], further[levels:]
     return StepMetrics(
         loss=total_loss,
         norm=square**0.5,
@@ -46,13 +53,14 @@ def compute_step_metrics(
         stop_requested=stops > 0,
         mtp_losses=tuple(further) or None,
         local_square=local_square,
+        traffic=StepTraffic(exchanges / mesh.world.size, tuple(sent)),
     )
 
 
 def all_reduce_metrics(
     modules: Iterable[nn.Module], mesh: ParallelMesh, loss: Tensor, memory: int, stop: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the ranks' shares of loss, squared norm and expert load, and take their largest memory.
+    """Add up the ranks' shares of loss, squared norm, expert load and traffic, and take their largest memory.
 
     Two small all-reduces, and one of the experts' load; not waited for before the values are read. The last of the
     three is this rank's own share of the squared norm.
@@ -61,6 +69,7 @@ def all_reduce_metrics(
     uneven, layers = _expert_load(modules, mesh)
     stage_ranks = mesh.plan.degrees.ranks_per_stage
     parameters = [parameter for module in modules for parameter in module.parameters()]
+    exchanges, sent = mesh.world.pop_traffic()
     main, *further = (loss.float() / mesh.size("tp")).reshape(-1).unbind()  # a tp group computed the same loss
     shares = torch.stack(
         [
@@ -68,7 +77,7 @@ def all_reduce_metrics(
             local_squared_norm(parameters, stage_ranks, mesh.device),
             uneven / stage_ranks,
             torch.tensor(layers / stage_ranks, device=mesh.device),
-            torch.tensor(float(stop), device=mesh.device),
+            *torch.tensor([float(stop), exchanges, *sent], device=mesh.device),
             *further,
         ]
     )

@@ -1,6 +1,6 @@
 """One self-contained page that shows a run: no library, no network, complete without a script."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from math import nan
 from pathlib import Path
@@ -18,6 +18,7 @@ from danlu.report.run_history import RunHistory, read_run_history
 from danlu.report.samples import read_samples, samples_section
 from danlu.report.spikes import format_spike, spikes_card
 from danlu.spec import Cluster, Plan, Recipe, RunFolder, SpecError, load_cluster, load_plan, load_recipe
+from danlu.spec.event import StepEvent
 from danlu.spec.files import read_text
 from danlu.spec.samples import SampleSet
 
@@ -254,6 +255,20 @@ def _curves(history: RunHistory) -> list[ChartSeries]:
                 smooth=True,
             )
         )
+    exchanges = [(s.step, s.all_to_all_seconds / s.seconds) for s in steps if s.all_to_all_seconds and s.seconds]
+    if exchanges:
+        curves.append(
+            ChartSeries(
+                name="exchange",
+                title="All-to-all",
+                points=exchanges,
+                format_value=formatting.percent,
+                note="share of the step in which one was under way, mean of all ranks",
+                smooth=True,
+                axis_min=0,
+            )
+        )
+    curves += _traffic_curves(steps)
     loads = [(s.step, s.imbalance) for s in steps if s.imbalance is not None]
     if loads:
         curves.append(
@@ -268,6 +283,26 @@ def _curves(history: RunHistory) -> list[ChartSeries]:
             )
         )
     return curves
+
+
+def _traffic_curves(steps: Sequence[StepEvent]) -> list[ChartSeries]:
+    """Of the outermost level that anything was sent over: it is the scarcest."""
+    used = [level for level, sent in (steps[-1].traffic or {}).items() if sent] if steps else []
+    if not used:
+        return []
+    points = [(s.step, s.traffic[used[-1]]) for s in steps if s.traffic and used[-1] in s.traffic]
+    return [
+        ChartSeries(
+            name="traffic",
+            title=f"Traffic over {used[-1]}",
+            points=points,
+            format_value=formatting.size,
+            format_tick=formatting.round_size,
+            tick_unit=byte_unit(max(sent for _, sent in points)),
+            note="of all ranks, in a step",
+            axis_min=0,
+        )
+    ]
 
 
 def _legend(marks: ChartMarkers) -> str:

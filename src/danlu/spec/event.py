@@ -78,6 +78,13 @@ class StepEvent(SpecModel):
     """Tokens of this step whose prediction counts in the loss; None if all of them do."""
     mtp_losses: tuple[float, ...] | None = None
     """Mean cross-entropy of every module of multi-token prediction, which `loss` does not contain; None without it."""
+    all_to_all_seconds: FiniteFloat | None = None
+    """Seconds in which all-to-alls were under way, the mean of all ranks; None without any, and on accelerators."""
+    traffic: dict[str, BoundedInt] | None = None
+    """Bytes that all ranks together sent over each level of the network since the step before, innermost first.
+
+    None if the run has no cluster file, which says what the levels are, or one rank.
+    """
 
 
 class EvaluationEvent(SpecModel):

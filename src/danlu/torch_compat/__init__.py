@@ -341,7 +341,8 @@ def _flash_kernel(query: Tensor, added: Tensor | None) -> str | None:
 
 
 CollectiveKernel = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]
-_kernels: dict[str, CollectiveKernel | None] = {"answer": None, "observe": None}  # the last one is called first
+_kernels: dict[str, CollectiveKernel | None] = dict.fromkeys(("count", "answer", "time", "observe"))
+"""The last one is called first; to `count`, what is answered is not called."""
 _fronted: set[str] = set()
 _c10d = torch.library.Library("c10d", "IMPL")
 _FRONT = "BackendSelect"  # what autograd calls does not pass the key of autograd
@@ -350,8 +351,9 @@ _FRONT = "BackendSelect"  # what autograd calls does not pass the key of autogra
 def intercept_collectives(purpose: str, operators: Sequence[str], kernel: CollectiveKernel | None) -> None:
     """Have every call of these c10d operators go to `kernel`, with name, arguments, and what passes the call on.
 
-    There is one to `answer` calls and one to `observe` them, which sees them all; None ends it. All paths lead through
-    these operators, also from C++, and a backend has no public hook.
+    There is one for each purpose: to `answer` calls; to `observe` and to `time` them, which see them all; and to
+    `count` those that reach the library. None ends it. All paths lead through these operators, also from C++, and a
+    backend has no public hook.
     """
     _kernels[purpose] = kernel
     for name in {*operators} - _fronted:
@@ -375,6 +377,11 @@ def work_of(result: Any) -> dist.Work | None:
     """The handle in what a c10d operator returned."""
     boxed = result[-1] if isinstance(result, tuple | list) else result
     return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
+
+
+def on_completion(work: dist.Work, call: Callable[[], None]) -> None:
+    """Call something as soon as a collective on CPUs is over, from whatever thread ends it."""
+    work.get_future().add_done_callback(lambda _: call())
 
 
 def reduce_op_number(boxed: Any) -> int:
