@@ -166,6 +166,30 @@ def wait_for_step(run: RunFolder, step: int, process: subprocess.Popen[str]) -> 
         time.sleep(0.3)
 
 
+def test_the_traffic_of_steps_is_what_passes_the_switches(tmp_path: Path) -> None:
+    if reason := why_no_lab():
+        pytest.skip(reason)
+    (tmp_path / "cluster.toml").write_text(CLUSTER.replace("fanout = 2", "fanout = 1", 1))
+    recipe = RECIPE[: RECIPE.index("[resilience]")].replace("steps = 2000", "steps = 12")
+    (tmp_path / "recipe.toml").write_text(recipe + "[checkpoint]\nevery = 100\n")
+    (tmp_path / "plan.toml").write_text("[degrees]\nreplicate = 2\nshard = 2\n")
+    (tmp_path / "text.txt").write_text("The furnace melts copper and tin. " * 3000)
+    done(danlu(tmp_path, "lab", "up", "cluster.toml", "--name", NAME))
+    try:
+        lab = find_lab(NAME)
+        ports = [lab.port("trunk", 0), lab.port("trunk", 1)]
+        before = [sent_bytes(*port) for port in ports]
+        done(danlu(tmp_path, "lab", "train", "recipe.toml", "--plan", "plan.toml", "--lab", NAME), 120)
+        passed = sum(sent_bytes(*port) for port in ports) - sum(before)
+    finally:
+        done(danlu(tmp_path, "lab", "down", NAME))
+    run = RunFolder(tmp_path / "runs" / "rehearsed")
+    steps = [event.traffic for event in run.read_events() if isinstance(event, StepEvent)]
+    counted = sum(each["trunk"] for each in steps if each)
+    assert len(steps) == 12 and steps[0] is not None and steps[0]["node"] == 0
+    assert 0.9 * passed < counted < passed, "the rest are headers, and what is no collective"
+
+
 def test_a_run_on_a_lab_outlives_a_host_that_is_switched_off(tmp_path: Path) -> None:
     if reason := why_no_lab():
         pytest.skip(reason)

@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -31,7 +32,9 @@ def up(
 ) -> None:
     """Make a namespace for every node of a cluster, joined by switches and links of its levels. Needs root."""
     try:
-        lab = lab_up(name, levels_of(load_cluster(cluster), slower), slower)
+        described = load_cluster(cluster)
+        file = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
+        lab = lab_up(name, levels_of(described, slower), slower, file if described.chip.kind == "cpu" else "")
     except LabError as error:
         _fail(error)
     _show(lab, as_json)
@@ -70,7 +73,10 @@ def train(
     cluster: ClusterOption = None,
     name: NameOption = None,
 ) -> None:
-    """Train on the hosts of a lab, with an agent on each and a coordinator, as on a cluster."""
+    """Train on the hosts of a lab, with an agent on each and a coordinator, as on a cluster.
+
+    The run's cluster is the lab's own, unless its chips are others than this machine's.
+    """
     from danlu.runs.prepare import prepare_run
     from danlu.runs.train import follow_ranks, record_outcome, write_page
     from danlu.scheduler.lab_launcher import LabLauncher
@@ -79,6 +85,7 @@ def train(
         found = find_lab(lab)
     except LabError as error:
         _fail(error)
+    cluster = cluster or found.cluster or None
     count = nodes if nodes is not None else len(found.hosts) - spares
     if count < 1 or count + spares > len(found.hosts):
         _fail(LabError(f'{count} hosts and {spares} spares must be at most the {len(found.hosts)} of lab "{lab}"'))

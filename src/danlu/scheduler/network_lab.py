@@ -82,6 +82,8 @@ class NetworkLab:
     """How many times as long as on the cluster a message takes here."""
     remark: str = ""
     """What of the levels the kernel cannot do; empty if nothing."""
+    cluster: str = ""
+    """File, or name in the catalog, of the cluster that it is the network of, if its chips are like this machine's."""
 
     def port(self, level: str, number: int) -> tuple[str, str]:
         """Namespace and name of the port by which the `number`-th unit below a level reaches it."""
@@ -121,8 +123,11 @@ def levels_of(cluster: Cluster, slower: float = 1.0) -> tuple[LabLevel, ...]:
     return tuple(found)
 
 
-def lab_up(name: str, levels: Sequence[LabLevel], slower: float = 1.0) -> NetworkLab:
-    """Make the network; `LabError` if one of this name is there, or the kernel refuses."""
+def lab_up(name: str, levels: Sequence[LabLevel], slower: float = 1.0, cluster: str = "") -> NetworkLab:
+    """Make the network; `LabError` if one of this name is there, or the kernel refuses.
+
+    `cluster`: the file, or the name in the catalog, of what the levels are of.
+    """
     if reason := why_no_lab():
         raise LabError(reason)
     if not re.fullmatch(r"[a-z0-9-]{1,32}", name):
@@ -139,7 +144,7 @@ def lab_up(name: str, levels: Sequence[LabLevel], slower: float = 1.0) -> Networ
     except BaseException:
         lab_down(name)
         raise
-    lab = NetworkLab(name, tuple(made), tuple(hosts), slower, remark)
+    lab = NetworkLab(name, tuple(made), tuple(hosts), slower, remark, cluster)
     _STATE.mkdir(mode=0o700, exist_ok=True)
     (_STATE / f"{name}.json").write_text(json.dumps(asdict(lab)))
     return lab
@@ -162,9 +167,8 @@ def find_lab(name: str) -> NetworkLab:
         up = ", ".join(sorted(path.stem for path in _STATE.glob("*.json"))) or "none"
         raise LabError(f'there is no lab "{name}" (up: {up}): make one with `danlu lab up CLUSTER.toml`') from None
     levels = tuple(LabLevel(**level) for level in raw["levels"])
-    return NetworkLab(
-        raw["name"], levels, tuple(LabHost(**host) for host in raw["hosts"]), raw["slower"], raw["remark"]
-    )
+    hosts = tuple(LabHost(**host) for host in raw["hosts"])
+    return NetworkLab(raw["name"], levels, hosts, raw["slower"], raw["remark"], raw["cluster"])
 
 
 def sent_bytes(namespace: str, port: str) -> int:

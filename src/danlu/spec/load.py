@@ -201,10 +201,16 @@ def _merged(known: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_duplicates(kind: type[SpecModel], details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Drop a missing setting if a misspelled one is close to it: it is one mistake."""
+    """Drop a missing setting if a misspelled one is close to it, and a list that is too short because of its items."""
     misspelled = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     found = {(*loc[:-1], closest_name(str(loc[-1]), _fields_at(kind, loc[:-1]))) for loc in misspelled}
-    return [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in found]
+    within = {detail["loc"][:-depth] for detail in details for depth in range(1, len(detail["loc"]))}
+    return [
+        detail
+        for detail in details
+        if (detail["type"] != "missing" or detail["loc"] not in found)
+        and (detail["type"] != "too_short" or detail["loc"] not in within)
+    ]
 
 
 def _problem(document: toml.TomlDocument, kind: type[SpecModel], detail: ErrorDetails) -> Problem:
@@ -222,6 +228,8 @@ def _problem(document: toml.TomlDocument, kind: type[SpecModel], detail: ErrorDe
         valid = [text.strip("'") for text in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message = f"is {format_value(value)}, but must be one of {', '.join(valid)}"
         suggestion = suggest_name(str(value), valid)
+    elif detail["type"] == "too_short":
+        message = _mismatch(value, f"a list of {detail['ctx']['min_length']} or more")
     elif detail["type"] == "value_error":
         # A validator over a table starts with the field at fault: "`heads` must be …", and may add a line with a
         # suggestion.
