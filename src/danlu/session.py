@@ -12,6 +12,7 @@ from typing import Literal, Self
 
 from danlu.chips.descriptor import ChipDescriptor
 from danlu.chips.registry import find_chip
+from danlu.comm.chosen_collectives import MeasuredChoice
 from danlu.comm.connection_check import check_connections
 from danlu.comm.flight_record import (
     make_flight_folder,
@@ -127,6 +128,7 @@ class Session:
             generation=generation,
             canceled=partial(self._is_superseded, generation) if recoverable else None,
             levels=network_spans(self.cluster, rank_info.world_size),
+            choice=MeasuredChoice(self.cluster.levels) if self.cluster else None,
         )
         self.link.on_order = self.world.interrupt
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from danlu.comm import own_collectives
 from danlu.comm import world as world_module
+from danlu.comm.chosen_collectives import ChosenCollectives, TrialChoice
 from danlu.comm.flight_record import FlightWriter
 from danlu.comm.flight_recorder import FlightRecorder
 from danlu.comm.host_group import SLOT_BYTES, HostGroup
@@ -197,7 +198,9 @@ def without_room_all_goes_over_sockets(place: RankInfo, store: Store) -> None:
 
 def turns() -> int:
     """How often this rank passed shared memory."""
-    return sum(each._turn for each in own_collectives._answered.values() if isinstance(each, HostGroup))
+    answering = own_collectives._answered.values()
+    chosen = [own for each in answering if isinstance(each, ChosenCollectives) for own in each.by_algorithm.values()]
+    return sum(each._turn for each in (*answering, *chosen) if isinstance(each, HostGroup))
 
 
 def traffic_is_counted_where_it_passes(world: World, each: int, blocks: tuple[int, ...]) -> None:
@@ -240,6 +243,42 @@ def traffic_is_counted_where_it_passes(world: World, each: int, blocks: tuple[in
     else:
         passed = sent(lambda: dist.send(torch.ones(7), rank + 1)) if rank + 1 < ranks else []
     assert sum(passed) == (28 if passed and not rank % 2 else 0)
+
+
+def algorithms_are_as_chosen(world: World, trial: TrialChoice) -> None:
+    """Every collective by every algorithm of the group, equal to the sums of all ranks' tensors."""
+    rank, ranks = world.rank, world.size
+    assert dist.group.WORLD is not None
+    own = own_collectives.collectives_of(dist.group.WORLD)
+    assert isinstance(own, ChosenCollectives)
+    for algorithm in ("default", *own.algorithms):
+        trial.algorithm = algorithm
+        passed = turns()
+        world.pop_traffic()
+        exchanged = torch.empty(ranks * 3)
+        dist.all_to_all_single(exchanged, drawn(rank, ranks * 3, torch.float32))
+        assert torch.equal(
+            exchanged.view(ranks, 3), everybodys(ranks * 3, torch.float32).view(ranks, ranks, 3)[:, rank]
+        )
+        for size in (5, 9000):
+            found = drawn(rank, size, torch.float32)
+            dist.all_reduce(found)
+            assert torch.equal(found, everybodys(size, torch.float32).sum(0))
+            gathered = torch.empty(ranks * size)
+            all_gather_single(gathered, drawn(rank, size, torch.float32))
+            assert torch.equal(gathered.view(ranks, -1), everybodys(size, torch.float32))
+            summed = torch.empty(size)
+            reduce_scatter_single(summed, drawn(rank, size * ranks, torch.float32))
+            assert torch.equal(summed, everybodys(size * ranks, torch.float32).sum(0).chunk(ranks)[rank])
+        if algorithm in ("library", "memory"):
+            assert (turns() > passed) is (algorithm == "memory")
+        sent = sum(world.pop_traffic().sent)
+        assert (sent == 0) is (algorithm in ("memory", "default") and "memory" in own.algorithms and SAYS_REDUCTION)
+    counts = [1 + (peer == rank) for peer in range(ranks)]  # ranks know no common size: never by a chosen algorithm
+    trial.algorithm = own.algorithms[-1]
+    uneven = torch.empty(sum(counts), 2)
+    dist.all_to_all_single(uneven, torch.ones(sum(counts), 2), counts, counts)
+    assert uneven.sum() == 2 * sum(counts)
 
 
 def exchanges_are_timed_and_what_consists_of_them_is_not(world: World) -> None:
@@ -297,6 +336,10 @@ def main() -> None:
             world = World.join(place, "gloo", store, generation=number)
             fault(rank, ranks)
             world.shutdown()
+        trial = TrialChoice()
+        world = World.join(place, "gloo", store, generation=100, levels=levels, choice=trial)
+        algorithms_are_as_chosen(world, trial)
+        world.shutdown()
         if each == ranks:
             without_room_all_goes_over_sockets(place, store)
         told.write_text("passed")

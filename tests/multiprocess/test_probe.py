@@ -184,3 +184,56 @@ def test_ranks_started_apart_measure_the_levels_between_them(tmp_path: Path) -> 
         ParallelLayout(shard=2, reshard_after_forward=True)
     )
     assert 1e-3 < step.seconds < 100 and not step.assumptions
+
+
+CLUSTER = """
+name = "two"
+[chip]
+name = "core"
+kind = "cpu"
+memory = "1 GB"
+memory_bandwidth = "1 GB/s"
+peak = { fp32 = "1 GFLOP/s" }
+[[levels]]
+name = "board"
+fanout = 2
+bandwidth = "1 GB/s"
+latency = "1 us"
+"""
+
+
+def danlu(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "danlu", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
+
+
+def test_algorithms_are_measured_into_a_cluster_file_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(CLUSTER)
+    tuned = danlu(tmp_path, "comm", "tune", "two.toml", "--quick", "-o", "tuned.toml", "--json")
+    assert tuned.returncode == 0, tuned.stderr
+    (level,) = load_cluster(str(tmp_path / "tuned.toml")).levels
+    assert {(each.operation, each.algorithm) for each in level.collectives} == {
+        *((operation, algorithm) for operation in OPERATIONS[:4] for algorithm in ("library", "memory")),
+        ("p2p", "default"),
+    }
+    shown = danlu(tmp_path, "comm", "show", "tuned.toml", "--json")
+    assert json.loads(shown.stdout) == json.loads(tuned.stdout)
+    assert {row["operation"] for row in json.loads(shown.stdout)} == set(OPERATIONS[:4])
+    assert "all-reduce" in danlu(tmp_path, "comm", "show", "tuned.toml").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("show", "two.toml"), "has no measured algorithms"),
+        (("tune", "two.toml", "--ranks", "3"), "must be at most the 2 chips"),
+        (("tune", "h100-pod", "--ranks", "16"), "are on several nodes"),
+        (("tune", "h100-pod", "--ranks", "24560"), "must fill the levels"),
+        (("tune", "two.toml", "-o", "absent/x.toml"), "absent does not exist"),
+        (("tune", "two.toml", "--rank", "0", "--rdzv-endpoint", "nowhere"), "host:port"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_words(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    (tmp_path / "two.toml").write_text(CLUSTER)
+    done = danlu(tmp_path, "comm", *words)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from danlu.cli import ckpt, data, export_hf, import_hf, lab, ops
+from danlu.cli import ckpt, comm, data, export_hf, import_hf, lab, ops
 from danlu.cli.catalog import catalog
 from danlu.cli.chaos import chaos
 from danlu.cli.check import check
@@ -90,6 +90,7 @@ app.command()(check)
 app.command(cls=PlanCommand)(plan)
 app.command()(dryrun)
 app.command()(probe)
+app.add_typer(comm.app, name="comm")
 app.add_typer(ops.app, name="ops")
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")

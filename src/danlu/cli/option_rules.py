@@ -97,6 +97,10 @@ OPTION_RULES: dict[str, tuple[OptionRule, ...]] = {
         Requires(("--rank",), "--rdzv-endpoint", "host:port for the rendezvous"),
         Requires(("--rank",), "--levels", "the network from inside out, such as node:8,fabric:4"),
     ),
+    "comm tune": (
+        Requires(("--rdzv-endpoint", "--store-token"), "--rank", "they are for ranks that are started separately"),
+        Requires(("--rank",), "--rdzv-endpoint", "host:port for the rendezvous"),
+    ),
     "data locate": (
         Requires(("--plan",), "--rank", "a layout says what a rank reads; the batch is the same for all"),
         MutuallyExclusive(("--step", "--sample"), "each names a batch; give one"),

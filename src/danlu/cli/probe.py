@@ -1,21 +1,30 @@
 """`danlu probe`: measure this machine and write it as a cluster file."""
 
 import json
-import os
 import platform
-import socket
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import floor, log10
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from danlu.comm.store_token import StoreTokenError, make_token, read_token, user_token_path
+from danlu.cli.probe_ranks import (
+    EndpointOption,
+    ProbeRank,
+    RankOption,
+    ThreadsOption,
+    TokenOption,
+    check_rank_count,
+    measure_ranks,
+    parse_fanouts,
+    parse_probe_rank,
+    refuse,
+    round_curve,
+    round_digits,
+    step_callback,
+)
 from danlu.cost.stragglers import slowest_chip_lag
 from danlu.report.formatting import flop_rate, size
 from danlu.report.progress_bar import count_bar
@@ -26,14 +35,7 @@ from danlu.spec.toml import dumps
 if TYPE_CHECKING:
     from danlu.chips import ChipDescriptor
     from danlu.chips.device_benchmark import DiskSpeed
-    from danlu.comm.collective_benchmark import LevelFanouts
     from danlu.comm.rank_benchmark import RankMeasurements
-
-
-_CurveKind = TypeVar("_CurveKind", bound=TimingCurve)
-
-_MAX_IDLE_LOAD = 0.5
-"""Runnable processes per core above which other work visibly lowers the results."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +57,13 @@ def probe(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks to run at once; default: the devices, or physical cores.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads per rank; default: the cores over the ranks.")
-    ] = None,
+    threads: ThreadsOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="A third of the time, less precise.")] = False,
     chip: Annotated[str | None, typer.Option(help="Chip to measure; default: the accelerator, or the CPU.")] = None,
     name: Annotated[str | None, typer.Option(help="The cluster's name; default: the architecture.")] = None,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="This process is one of --ranks, started on every host of a cluster.")
-    ] = None,
-    store: Annotated[
-        str, typer.Option("--rdzv-endpoint", help="With --rank: rendezvous endpoint host:port, served by rank 0.")
-    ] = "",
-    token: Annotated[
-        Path | None,
-        typer.Option(
-            "--store-token",
-            help="With --rank: file with a token that all ranks share; default: one in the home folder.",
-        ),
-    ] = None,
+    rank: RankOption = None,
+    store: EndpointOption = "",
+    token: TokenOption = None,
     levels: Annotated[
         str, typer.Option(help="With --rank: the network from inside out, such as node:8,supernode:32,fabric:4.")
     ] = "",
@@ -90,20 +80,20 @@ def probe(
 ) -> None:
     """Measure this machine (peaks, memory, collectives, disk) and write it as a cluster file."""
     if not disk.is_dir():
-        _refuse(f"--disk: {disk} is not a folder")
+        refuse(f"--disk: {disk} is not a folder")
     if output is not None and not output.parent.is_dir():
-        _refuse(f"--output: the folder {output.parent} does not exist: create it first")
+        refuse(f"--output: the folder {output.parent} does not exist: create it first")
     from danlu.chips.device_benchmark import MeasurementError
 
     try:
         known = load_cluster(str(chip_from)) if chip_from is not None else None
     except (OSError, SpecError) as error:
-        _refuse(f"--chip-from: {error}")
+        refuse(f"--chip-from: {error}")
     try:
-        probe_rank = _parse_probe_rank(rank, ranks, store, token, levels)
+        probe_rank = parse_probe_rank(rank, ranks, store, token, parse_fanouts(levels) if rank is not None else ())
         figures = _measure(chip, ranks, threads, quick, disk, probe_rank, with_operators=known is None)
     except MeasurementError as error:
-        _refuse(str(error))
+        refuse(str(error))
     if rank:
         return  # rank 0 prints
     for fit in figures.ranks.fits:
@@ -114,7 +104,7 @@ def probe(
     if known is not None:
         if known.chip.kind != cluster.chip.kind:
             found, here = known.chip.kind, cluster.chip.kind
-            _refuse(f"--chip-from: {chip_from} must be of chip {here}, which was measured here, but is of {found}")
+            refuse(f"--chip-from: {chip_from} must be of chip {here}, which was measured here, but is of {found}")
         source = f"{cluster.source}\nThe chip's figures are those of {chip_from}."
         cluster = cluster.model_copy(update={"chip": known.chip, "source": source})
     if output is not None:
@@ -130,53 +120,13 @@ def probe(
     console.print(f"written to {output}" if output else "nothing written: name a file with -o cluster.toml")
 
 
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
-
-
-@dataclass(frozen=True)
-class _ProbeRank:
-    """This process as one of the ranks started on several hosts."""
-
-    rank: int
-    ranks: int
-    store: str
-    token: bytes
-    levels: "LevelFanouts"
-
-
-def _parse_probe_rank(
-    rank: int | None, ranks: int | None, store: str, token: Path | None, levels: str
-) -> _ProbeRank | None:
-    """Parse the options of a rank of a cluster; all of them, or none."""
-    if rank is None:
-        return None
-    assert ranks is not None  # `cli/option_rules.py` has refused --rank without --ranks
-    if rank >= ranks:
-        _refuse(f"--rank: must be below --ranks {ranks}, but is {rank}")
-    fanouts = []
-    for word in levels.split(","):
-        level, _, count = word.strip().partition(":")
-        if not level or not count.isdecimal() or int(count) < 1:
-            _refuse(f'--levels: "{word}" must be a name and a count, such as node:8')
-        fanouts.append((level, int(count)))
-    try:
-        file = token or user_token_path(os.environ)
-        if token is None:
-            make_token(file)
-        return _ProbeRank(rank, ranks, store, read_token(file), tuple(fanouts))
-    except StoreTokenError as error:
-        _refuse(f"--store-token: {error}")
-
-
 def _measure(
     chip_name: str | None,
     requested: int | None,
     threads: int | None,
     quick: bool,
     folder: Path,
-    probe_rank: _ProbeRank | None,
+    probe_rank: ProbeRank | None,
     *,
     with_operators: bool,
 ) -> _ProbeResult:
@@ -187,75 +137,32 @@ def _measure(
     from danlu.comm.rank_benchmark import (
         QUICK,
         THOROUGH,
-        measure_as_rank,
-        measure_local_ranks,
         measurement_names,
         no_benchmarks,
     )
-    from danlu.comm.rendezvous import RankInfo
     from danlu.framework.operator_benchmarks import operator_benchmarks
 
     chip = find_chip(chip_name)
     devices = chip.runtime.device_count()
     ranks = requested or devices
     on_host = chip.runtime.set_device(0).type == "cpu"
-    here = ranks if probe_rank is None else probe_rank.levels[0][1]
-    if here > devices and not on_host:
-        _refuse(f"--ranks: must be at most the {devices} devices of chip {chip.name} here, but is {here}")
-    if here > devices:
-        typer.echo(f"warning: {here} ranks share {devices} cores: each gets less than a core", err=True)
-    load = host.load_per_core() if on_host else 0.0
-    if load > _MAX_IDLE_LOAD:
-        busy = f"the machine is busy ({load:.1f} processes per core)"
-        typer.echo(f"warning: {busy}: results will be too low; probe an idle machine", err=True)
-    if probe_rank is None:
-        _stay_on_loopback()
+    check_rank_count(chip, probe_rank.levels[0][1] if probe_rank else ranks)
     with count_bar() as progress:
         settings = QUICK if quick else THOROUGH
         fanouts = probe_rank.levels if probe_rank else (("node", ranks),)
         task = progress.add_task("starting ranks", total=len(measurement_names(fanouts, settings)) + 1)
         speed = measure_disk_speed(folder, size=(64 if quick else 256) * 2**20, seconds=0.5 if quick else 2.0)
         progress.advance(task)
-        on_step = _step_callback(progress, task)
         operators = operator_benchmarks if with_operators else no_benchmarks
         each = threads or max(1, host.physical_cores() // ranks)
-        if probe_rank is None:
-            figures = measure_local_ranks(chip.name, ranks, each, settings, on_step, operators)
-        else:
-            info = RankInfo(
-                rank=probe_rank.rank,
-                world_size=probe_rank.ranks,
-                local_rank=probe_rank.rank % probe_rank.levels[0][1],
-                endpoint=probe_rank.store,
-                token=probe_rank.token,
-            )
-            figures = measure_as_rank(info, chip.name, each, settings, fanouts, on_step, operators)
+        on_step = step_callback(progress, task)
+        figures = measure_ranks(chip.name, fanouts, probe_rank, each, settings, on_step, operators)
     total = chip.runtime.memory_total()
     if on_host:
         return _ProbeResult(chip, figures, speed, figures.memory_bandwidth * ranks / 2, total, total // ranks)
     return _ProbeResult(
         chip, figures, speed, measure_memory_bandwidth(torch.device("cpu")) / 2, host.memory_total(), total
     )
-
-
-def _stay_on_loopback() -> None:
-    """Make the ranks' gloo listen on loopback only; the user's own setting takes precedence."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _step_callback(progress: Progress, task: TaskID) -> Callable[[str], None]:
-    """Show the name of each measurement as it begins, and count the one before as done."""
-    begun: list[str] = []
-
-    def on_step(name: str) -> None:
-        if begun and begun[-1] == name:
-            return  # it goes on
-        progress.update(task, description=name, advance=1 if begun else 0)
-        begun.append(name)
-
-    return on_step
 
 
 def _network(figures: "RankMeasurements", level: str, fanout: int) -> tuple[float, float]:
@@ -278,13 +185,13 @@ def _level(figures: "RankMeasurements", name: str, fanout: int) -> NetworkLevel:
     return NetworkLevel(
         name=name,
         fanout=fanout,
-        bandwidth=_round_digits(bandwidth),
-        latency=_round_digits(latency),
-        collectives=tuple(_round_curve(fit.cluster_entry) for fit in figures.fits if fit.level == name),
+        bandwidth=round_digits(bandwidth),
+        latency=round_digits(latency),
+        collectives=tuple(round_curve(fit.cluster_entry) for fit in figures.fits if fit.level == name),
     )
 
 
-def _cluster(figures: _ProbeResult, name: str, probe_rank: _ProbeRank | None) -> Cluster:
+def _cluster(figures: _ProbeResult, name: str, probe_rank: ProbeRank | None) -> Cluster:
     ranks, disk = figures.ranks, figures.disk
     return Cluster(
         name=name,
@@ -292,12 +199,12 @@ def _cluster(figures: _ProbeResult, name: str, probe_rank: _ProbeRank | None) ->
             name=_chip_name(figures),
             kind=figures.chip.name,
             memory=figures.chip_memory,
-            memory_bandwidth=_round_digits(ranks.memory_bandwidth),
-            peak={dtype: _round_digits(peak) for dtype, peak in ranks.peak.items()},
+            memory_bandwidth=round_digits(ranks.memory_bandwidth),
+            peak={dtype: round_digits(peak) for dtype, peak in ranks.peak.items()},
             measured=True,
             operators={dtype: _rounded(curves) for dtype, curves in ranks.operators.items()},
-            alone=_round_digits(ranks.alone),
-            spread=_round_digits((ranks.late - 1) / slowest_chip_lag(ranks.ranks, 1.0)) if ranks.ranks > 1 else None,
+            alone=round_digits(ranks.alone),
+            spread=round_digits((ranks.late - 1) / slowest_chip_lag(ranks.ranks, 1.0)) if ranks.ranks > 1 else None,
             overlaps=figures.chip.name != "cpu",
         ),
         levels=tuple(
@@ -309,15 +216,15 @@ def _cluster(figures: _ProbeResult, name: str, probe_rank: _ProbeRank | None) ->
                 name="memory",
                 kind="memory",
                 capacity=figures.host_memory,
-                read=_round_digits(figures.host_copy),
-                write=_round_digits(figures.host_copy),
+                read=round_digits(figures.host_copy),
+                write=round_digits(figures.host_copy),
             ),
             StorageTier(
                 name="disk",
                 kind="local",
                 capacity=disk.free,
-                read=_round_digits(disk.read),
-                write=_round_digits(disk.write),
+                read=round_digits(disk.read),
+                write=round_digits(disk.write),
             ),
         ),
         source=_source(figures),
@@ -387,14 +294,5 @@ def _format_microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-def _round_digits(value: float) -> float:
-    """Four digits: more than the measurement's precision, and readable."""
-    return round(value, 3 - floor(log10(value))) if value > 0 else value
-
-
 def _rounded(curves: dict[OperatorName, TimingCurve]) -> dict[OperatorName, TimingCurve]:
-    return {operator: _round_curve(curve) for operator, curve in curves.items()}
-
-
-def _round_curve(curve: _CurveKind) -> _CurveKind:
-    return curve.model_copy(update={"seconds": tuple(map(_round_digits, curve.seconds))})
+    return {operator: round_curve(curve) for operator, curve in curves.items()}

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from danlu.chips import Runtime
+from danlu.comm.chosen_collectives import ChosenCollectives, TrialChoice
+from danlu.comm.own_collectives import collectives_of
 from danlu.comm.world import World
-from danlu.spec.cluster import CollectiveCurve, CollectiveOp
+from danlu.spec.cluster import CollectiveAlgorithm, CollectiveCurve, CollectiveOp
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.divisors import divisors
 from danlu.torch_compat import all_gather_single, reduce_scatter_single
@@ -40,6 +42,7 @@ class CollectiveFit(SpecModel):
     """β: seconds for each byte of the buffer its caller sees."""
     error: float
     """Largest deviation of a measured time from the line, relative to the time."""
+    algorithm: CollectiveAlgorithm = "default"
     sizes: TupleOf[int]
     seconds: TupleOf[float]
     """The measured times behind the line: the mean over ranks, of the median over repeats."""
@@ -61,7 +64,13 @@ class CollectiveFit(SpecModel):
     @property
     def cluster_entry(self) -> CollectiveCurve:
         """The measured times in the form of a cluster file."""
-        return CollectiveCurve(operation=self.operation, ranks=self.ranks, sizes=self.sizes, seconds=self.seconds)
+        return CollectiveCurve(
+            operation=self.operation,
+            ranks=self.ranks,
+            algorithm=self.algorithm,
+            sizes=self.sizes,
+            seconds=self.seconds,
+        )
 
 
 def bus_bandwidth_factor(operation: CollectiveOp, ranks: int) -> float:
@@ -136,8 +145,14 @@ def _rank_groups(world: int, below: int, inside: int, across: int) -> Iterator[t
 class CollectiveTimer:
     """Times collectives on one rank; every rank takes the same steps in the same order."""
 
-    def __init__(self, runtime: Runtime, world: World, seconds: float, sizes: Sequence[int]) -> None:
-        """Every operation is timed for `seconds` over all `sizes` (bytes of its buffer)."""
+    def __init__(
+        self, runtime: Runtime, world: World, seconds: float, sizes: Sequence[int], trial: TrialChoice | None = None
+    ) -> None:
+        """Every operation is timed for `seconds` over all `sizes` (bytes of its buffer).
+
+        To measure algorithms, `trial` is what chooses among them in this world.
+        """
+        self.trial = trial or TrialChoice()
         self.runtime, self.world, self.device, self.rank = runtime, world, world.device, world.rank
         self.seconds, self.sizes = seconds, sizes
         self._left, self._right = (
@@ -145,9 +160,21 @@ class CollectiveTimer:
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def measure(self, operation: CollectiveOp, partition: GroupPartition) -> CollectiveFit:
+    def algorithms(self, partition: GroupPartition) -> tuple[CollectiveAlgorithm, ...]:
+        """Those that all groups of a kind can be measured by; ranks ask together."""
+        group = self._group(self._members(partition))
+        own = collectives_of(group) if group is not None else None
+        here = own.algorithms if isinstance(own, ChosenCollectives) else ("library",)
+        names: tuple[CollectiveAlgorithm, ...] = get_args(CollectiveAlgorithm)
+        lacking = self.world.any_rank_each([name not in here for name in names])
+        return tuple(name for name, lacks in zip(names, lacking, strict=True) if not lacks)
+
+    def measure(
+        self, operation: CollectiveOp, partition: GroupPartition, algorithm: CollectiveAlgorithm = "default"
+    ) -> CollectiveFit:
         """Time one operation in groups of one kind."""
         group = self._member(operation, partition)
+        self.trial.algorithm = algorithm
         sizes: list[int] = []
         seconds: list[float] = []
         for size in self.sizes:
@@ -166,16 +193,24 @@ class CollectiveTimer:
             latency=latency,
             per_byte=per_byte,
             error=error,
+            algorithm=algorithm,
             sizes=tuple(sizes),
             seconds=tuple(seconds),
         )
 
     def _member(self, operation: CollectiveOp, partition: GroupPartition) -> "_GroupMember":
-        """This rank in its group; groups stay open until all is measured."""
-        members = next(group for group in partition.groups if self.rank in group)
+        """This rank in its group."""
+        members = self._members(partition)
+        return _GroupMember(operation, members, self.rank, self.device, self._group(members))
+
+    def _members(self, partition: GroupPartition) -> tuple[int, ...]:
+        return next(group for group in partition.groups if self.rank in group)
+
+    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Groups stay open until all is measured."""
         if members not in self._groups:
             self._groups[members] = self.world.new_group(members, "probe")
-        return _GroupMember(operation, members, self.rank, self.device, self._groups[members])
+        return self._groups[members]
 
     def _time_at_size(self, group: "_GroupMember", size: int, budget: float) -> tuple[int, float]:
         """Bytes actually moved, and seconds of one call.

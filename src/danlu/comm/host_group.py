@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.comm.own_collectives import Reduction
+from danlu.comm.own_collectives import Operation, Reduction
 from danlu.comm.shared_memory import HostPeerError, SharedMemory
 from danlu.torch_compat import Store
 
@@ -47,6 +47,10 @@ class HostGroup:
         """Become the `index`-th rank of those that meet at a store; `SharedMemoryError` on all of them or on none."""
         payload = _aligned(_SETS * size * 8 * (2 + size)) + _SETS * size * SLOT_BYTES
         return cls(SharedMemory.share(store, index, size, payload, timeout))
+
+    def answers(self, operation: Operation, size: int) -> bool:
+        """All are answered."""
+        return True
 
     def interrupt(self) -> None:
         """End the collectives in which all ranks wait, and all later ones, with an error; from any thread."""
@@ -131,7 +135,7 @@ class HostGroup:
                     if peer < len(shares):
                         places[peer].copy_(shares[peer][peer])
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
         even = [given.shape[0] // self.size] * self.size
         received, sent = received or even, sent or even
@@ -157,7 +161,6 @@ class HostGroup:
                     chunk = incoming[peer][turn * most : (turn + 1) * most]
                     chunk.copy_(slots[peer, self.index, : chunk.numel()])
                 turn += 1
-        return True
 
     def _peers(self) -> Iterator[int]:
         """The other ranks, beginning after this one: not all read from the same one at once."""

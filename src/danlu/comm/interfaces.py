@@ -1,4 +1,4 @@
-"""Names of this host's network interfaces by address. No torch."""
+"""This host's network interfaces: by address, and by what they lead to. No torch."""
 
 import fcntl
 import socket
@@ -7,6 +7,14 @@ from ipaddress import ip_address
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+
+
+def address_towards(endpoint: str) -> str:
+    """This host's address on the network over which it reaches `host:port`."""
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the system chooses an interface
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:

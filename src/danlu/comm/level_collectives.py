@@ -8,7 +8,7 @@ from torch import Tensor
 
 from danlu.comm import hierarchical
 from danlu.comm.level_groups import LevelGroups
-from danlu.comm.own_collectives import REDUCE_OPS, Reduction
+from danlu.comm.own_collectives import REDUCE_OPS, Operation, Reduction
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,14 @@ class LevelCollectives:
     def size(self) -> int:
         """Ranks of the group."""
         return self.levels.size
+
+    def answers(self, operation: Operation, size: int) -> bool:
+        """All are answered but all-to-alls.
+
+        What hosts exchange is not less by levels, and would pass the memory of both on top:
+        `benchmarks/collectives.py` finds gloo's own faster at most sizes.
+        """
+        return operation != "all_to_all"
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""
@@ -44,13 +52,9 @@ class LevelCollectives:
         """Write the tensors of all ranks, one after the other, to `output`."""
         output.view(self.size, -1).copy_(hierarchical.all_gather(given.view(-1), self.levels))
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
-        """Leave it to the library.
-
-        What hosts exchange is not less by levels, and would pass the memory of both on top:
-        `benchmarks/collectives.py` finds gloo's own faster at most sizes.
-        """
-        return False
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send as many rows to each rank, in order."""
+        output.copy_(hierarchical.all_to_all(given, self.levels))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the tensor of the `source`-th, in place."""

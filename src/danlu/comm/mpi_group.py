@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.comm.own_collectives import Reduction
+from danlu.comm.own_collectives import Operation, Reduction
 from danlu.comm.rendezvous import TIMEOUT, RankInfo
 from danlu.comm.store_server import StoreServer
 from danlu.comm.token_store import TokenStore
@@ -97,13 +97,12 @@ class MpiGroup:
         """Write the tensors of all ranks, one after the other, to `output`."""
         self._communicator.Allgather(_bytes(given), _bytes(output))
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
         row = given.nbytes // given.shape[0] if given.numel() else output.nbytes // max(output.shape[0], 1)
         even = [given.shape[0] // self.size] * self.size
         outgoing, incoming = ([rows * row for rows in counts or even] for counts in (sent, received))
         self._communicator.Alltoallv((_bytes(given), outgoing), (_bytes(output), incoming))
-        return True
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the tensor of the `source`-th, in place."""
@@ -112,6 +111,10 @@ class MpiGroup:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self._communicator.Barrier()
+
+    def answers(self, operation: Operation, size: int) -> bool:
+        """All are answered."""
+        return True
 
     def interrupt(self) -> None:
         """MPI cannot be interrupted: it ends all ranks when one is lost."""

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from danlu.torch_compat import finished_work, intercept_collectives, reduce_op_number
 
 Reduction = Literal["sum", "max", "min"]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier"]
 
 
 class OwnCollectives(Protocol):
@@ -25,6 +26,12 @@ class OwnCollectives(Protocol):
     @property
     def size(self) -> int:
         """Ranks of the group."""
+
+    def answers(self, operation: Operation, size: int) -> bool:
+        """Whether a call with a buffer of so many bytes is answered here; if not, on all ranks, the library does.
+
+        An uneven all-to-all has no size that all ranks know: 0.
+        """
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""
@@ -35,11 +42,8 @@ class OwnCollectives(Protocol):
     def all_gather(self, output: Tensor, given: Tensor) -> None:
         """Write the tensors of all ranks, one after the other, to `output`."""
 
-    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> bool:
-        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each.
-
-        False, on all ranks, if that is left to the library.
-        """
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send `sent[r]` rows to the r-th rank, in order; `received[r]` come from it. Neither: as many to each."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the tensor of the `source`-th, in place."""
@@ -67,6 +71,11 @@ def answer_calls(group: ProcessGroup, collectives: OwnCollectives) -> None:
     """From now on answer this rank's calls of a group; all of its ranks do."""
     _answered[group.group_name] = collectives
     intercept_collectives("answer", tuple(_ANSWERS), _answer)
+
+
+def collectives_of(group: ProcessGroup) -> OwnCollectives | None:
+    """What answers its calls."""
+    return _answered.get(group.group_name)
 
 
 def is_answered(group: ProcessGroup) -> bool:
@@ -103,6 +112,8 @@ def _all_reduce(
     if len(tensors) != 1 or reduction is None or not _is_dense(tensors[0]):
         return None
     tensor = tensors[0].detach()
+    if not group.answers("all_reduce", tensor.nbytes):
+        return None
     summed = tensor.contiguous()
     group.all_reduce(summed, reduction)
     if summed.data_ptr() != tensor.data_ptr():
@@ -111,7 +122,7 @@ def _all_reduce(
 
 
 def _all_gather(group: OwnCollectives, output: Tensor, given: Tensor, *rest: Any) -> Any:
-    if not output.is_contiguous():
+    if not output.is_contiguous() or not group.answers("all_gather", output.nbytes):
         return None
     group.all_gather(output.detach(), given.detach().contiguous())
     return output, finished_work()
@@ -119,6 +130,8 @@ def _all_gather(group: OwnCollectives, output: Tensor, given: Tensor, *rest: Any
 
 def _all_gather_list(group: OwnCollectives, outputs: list[list[Tensor]], given: list[Tensor], *rest: Any) -> Any:
     if len(given) != 1 or any(each.shape != outputs[0][0].shape for each in outputs[0]):
+        return None
+    if not group.answers("all_gather", group.size * given[0].nbytes):
         return None
     gathered = given[0].new_empty((group.size, *given[0].shape))
     group.all_gather(gathered, given[0].detach().contiguous())
@@ -129,7 +142,7 @@ def _all_gather_list(group: OwnCollectives, outputs: list[list[Tensor]], given: 
 
 def _reduce_scatter(group: OwnCollectives, output: Tensor, given: Tensor, _: Any, operation: Any, *rest: Any) -> Any:
     reduction = _reduction(operation)
-    if reduction is None or not output.is_contiguous():
+    if reduction is None or not output.is_contiguous() or not group.answers("reduce_scatter", given.nbytes):
         return None
     group.reduce_scatter(output.detach(), given.detach().contiguous(), reduction)
     return output, finished_work()
@@ -144,14 +157,14 @@ def _all_to_all(
     sent: Sequence[int],
     *rest: Any,
 ) -> Any:
-    if not output.is_contiguous():
+    if not output.is_contiguous() or not group.answers("all_to_all", 0 if received or sent else given.nbytes):
         return None
-    answered = group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
-    return finished_work() if answered else None
+    group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
+    return finished_work()
 
 
 def _broadcast(group: OwnCollectives, tensors: list[Tensor], _: Any, source: int, *rest: Any) -> Any:
-    if len(tensors) != 1 or not tensors[0].is_contiguous():
+    if len(tensors) != 1 or not tensors[0].is_contiguous() or not group.answers("broadcast", tensors[0].nbytes):
         return None
     group.broadcast(tensors[0].detach(), source)
     return tensors, finished_work()

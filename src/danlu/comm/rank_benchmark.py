@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,6 +15,7 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from danlu.chips import ChipDescriptor, find_chip
 from danlu.chips.device_benchmark import (
@@ -24,6 +25,7 @@ from danlu.chips.device_benchmark import (
     measure_memory_bandwidth,
     median_seconds,
 )
+from danlu.comm.chosen_collectives import TrialChoice
 from danlu.comm.collective_benchmark import (
     OPERATIONS,
     CollectiveFit,
@@ -59,6 +61,8 @@ class ProbeSettings(SpecModel):
     """Seconds for each size of each operator."""
     dtypes: TupleOf[Dtype]
     """Dtypes in which operators are measured, if the device supports them."""
+    only_collectives: bool = False
+    """Measure the network alone, every collective by each of its algorithms."""
 
 
 THOROUGH = ProbeSettings(
@@ -110,20 +114,23 @@ def no_benchmarks(
 
 
 class RankMeasurements(SpecModel):
-    """The share of one of `ranks` ranks while all of them work at once: the mean over ranks."""
+    """The share of one of `ranks` ranks while all of them work at once: the mean over ranks.
+
+    Of the network alone if that was asked for: nothing of the chip.
+    """
 
     ranks: int
     threads: int
-    peak: dict[Dtype, float]
-    memory_bandwidth: float
-    alone: float
-    """How many times faster one rank computes a matmul while the others are idle."""
-    late: float
-    """Time of the slowest rank over the mean for equal work: the others wait for it."""
-    operators: dict[Dtype, dict[OperatorName, TimingCurve]]
     fits: TupleOf[CollectiveFit]
-    """One per collective and kind of group; none for a single rank."""
-    left_out: dict[str, str]
+    """One per collective, kind of group and algorithm; none for a single rank."""
+    peak: dict[Dtype, float] = Field(default_factory=dict)
+    memory_bandwidth: float = 0.0
+    alone: float = 1.0
+    """How many times faster one rank computes a matmul while the others are idle."""
+    late: float = 1.0
+    """Time of the slowest rank over the mean for equal work: the others wait for it."""
+    operators: dict[Dtype, dict[OperatorName, TimingCurve]] = Field(default_factory=dict)
+    left_out: dict[str, str] = Field(default_factory=dict)
     """What could not be measured, and why."""
 
 
@@ -132,6 +139,8 @@ def measurement_names(levels: LevelFanouts, settings: ProbeSettings) -> tuple[st
     collectives = (
         f"{operation} × {group.group_size}" for group in group_partitions(levels) for operation in OPERATIONS
     )
+    if settings.only_collectives:
+        return tuple(collectives)
     operators = (f"operators {name}" for name in settings.dtypes)
     return (*(f"matmul {name}" for name in BENCHMARK_DTYPES), "memory", *operators, *collectives)
 
@@ -143,10 +152,11 @@ def measure_local_ranks(
     settings: ProbeSettings,
     on_step: Callable[[str], None] = lambda name: None,
     operators: BenchmarkFactory = no_benchmarks,
+    level: str = "node",
 ) -> RankMeasurements:
     """Start `ranks` processes on this machine and measure each one's share while all run.
 
-    Calls `on_step` as each measurement begins, and again while a long one goes on.
+    Calls `on_step` as each measurement begins, and again while a long one goes on. `level` names what joins them.
 
     Processes are spawned, so a script that calls this needs the usual `if __name__ == "__main__":`.
     They report by JSON over pipes.
@@ -158,7 +168,8 @@ def measure_local_ranks(
         try:
             for rank in range(ranks):
                 reader, writer = context.Pipe(duplex=False)
-                args = (writer, rank, ranks, chip, threads, settings.model_dump_json(), f"{folder}/store", operators)
+                place = (rank, ((level, ranks),), f"{folder}/store")
+                args = (writer, *place, chip, threads, settings.model_dump_json(), operators)
                 process = context.Process(target=_rank_main, args=args, name=f"danlu probe rank {rank}", daemon=True)
                 process.start()
                 writer.close()  # this process's copy: the pipe ends when the rank's end is closed
@@ -217,11 +228,10 @@ def measure_as_rank(
         made = " × ".join(str(fanout) for _, fanout in levels)
         raise MeasurementError(f"the levels must hold all {rank_info.world_size} ranks, but hold {made}")
     torch.set_num_threads(threads)
-    session = _RankProbe(
-        find_chip(chip), rank_info.rank, rank_info.world_size, rank_info.local_rank, rendezvous(rank_info), levels
-    )
+    place = rank_info.rank, rank_info.local_rank
+    session = _RankProbe(find_chip(chip), *place, rendezvous(rank_info), levels, settings)
     try:
-        return session.measure(threads, settings, on_step, operators)
+        return session.measure(threads, on_step, operators)
     finally:
         session.world.shutdown()
 
@@ -229,11 +239,11 @@ def measure_as_rank(
 def _rank_main(
     pipe: Connection,
     rank: int,
-    ranks: int,
+    levels: LevelFanouts,
+    store: str,
     chip: str,
     threads: int,
     settings: str,
-    store: str,
     operators: BenchmarkFactory,
 ) -> None:
     """The process of one rank."""
@@ -247,8 +257,9 @@ def _rank_main(
 
     try:
         torch.set_num_threads(threads)
-        session = _RankProbe(find_chip(chip), rank, ranks, rank, FileStore(store, ranks), (("node", ranks),))
-        figures = session.measure(threads, ProbeSettings.model_validate_json(settings), on_step, operators)
+        ranks, effort = prod(fanout for _, fanout in levels), ProbeSettings.model_validate_json(settings)
+        session = _RankProbe(find_chip(chip), rank, rank, FileStore(store, ranks), levels, effort)
+        figures = session.measure(threads, on_step, operators)
         session.world.shutdown()
         if rank == 0:
             send("figures", figures.model_dump_json())
@@ -261,26 +272,31 @@ class _RankProbe:
     """One rank's view of the measurement; every rank takes the same steps in the same order."""
 
     def __init__(
-        self, chip: ChipDescriptor, rank: int, ranks: int, local_rank: int, store: Store, levels: LevelFanouts
+        self,
+        chip: ChipDescriptor,
+        rank: int,
+        local_rank: int,
+        store: Store,
+        levels: LevelFanouts,
+        settings: ProbeSettings,
     ) -> None:
+        ranks = prod(fanout for _, fanout in levels)
         if chip.backend is None and ranks > 1:
             raise MeasurementError(f"chip {chip.name} has no collectives: only runs of one rank")
-        self.rank, self.ranks, self.levels = rank, ranks, levels
+        self.rank, self.ranks, self.levels, self.settings = rank, ranks, levels, settings
+        self.trial = TrialChoice() if settings.only_collectives else None
         self.runtime = chip.runtime
         self.device = chip.runtime.set_device(local_rank)
         use_kernels(self.device)
         place = RankInfo(rank, ranks, local_rank)
         spans, backend = level_spans(levels), chip.backend or "gloo"  # as in a run on this network
-        self.world = World.join(place, backend, store, self.device, timeout=_TIMEOUT, levels=spans)
+        self.world = World.join(place, backend, store, self.device, timeout=_TIMEOUT, levels=spans, choice=self.trial)
 
-    def measure(
-        self,
-        threads: int,
-        settings: ProbeSettings,
-        on_step: Callable[[str], None],
-        operators: BenchmarkFactory,
-    ) -> RankMeasurements:
+    def measure(self, threads: int, on_step: Callable[[str], None], operators: BenchmarkFactory) -> RankMeasurements:
         """Take every measurement, all ranks at once."""
+        settings = self.settings
+        if settings.only_collectives:
+            return RankMeasurements(ranks=self.ranks, threads=threads, fits=tuple(self._fits(on_step)))
         peak: dict[Dtype, float] = {}
         left_out: dict[str, str] = {}
         for name, dtype in BENCHMARK_DTYPES.items():
@@ -302,12 +318,6 @@ class _RankProbe:
             for operator, make in found.items():
                 on_step(f"operators {name}")  # all of them may take minutes where ranks share cores
                 curves[name][operator] = self._curve(make(), settings.operator_seconds)
-        fits: list[CollectiveFit] = []
-        timer = CollectiveTimer(self.runtime, self.world, settings.collective_seconds, settings.collective_sizes)
-        for partition in group_partitions(self.levels):
-            for operation in OPERATIONS:
-                on_step(f"{operation} × {partition.group_size}")
-                fits.append(timer.measure(operation, partition))
         return RankMeasurements(
             ranks=self.ranks,
             threads=threads,
@@ -316,9 +326,21 @@ class _RankProbe:
             alone=alone,
             late=late,
             operators={name: found for name, found in curves.items() if found},
-            fits=tuple(fits),
+            fits=tuple(self._fits(on_step)),
             left_out=left_out,
         )
+
+    def _fits(self, on_step: Callable[[str], None]) -> Iterator[CollectiveFit]:
+        """Of every collective in groups of every kind, by every algorithm if these are compared."""
+        settings = self.settings
+        effort = settings.collective_seconds, settings.collective_sizes
+        timer = CollectiveTimer(self.runtime, self.world, *effort, self.trial)
+        for partition in group_partitions(self.levels):
+            named = timer.algorithms(partition) if self.trial else ("default",)
+            for operation in OPERATIONS:
+                for algorithm in named if operation != "p2p" else ("default",):
+                    on_step(f"{operation} × {partition.group_size}")
+                    yield timer.measure(operation, partition, algorithm)
 
     def _mean(self, value: float) -> float:
         return all_reduce_scalar(value, dist.ReduceOp.SUM, self.device) / self.ranks

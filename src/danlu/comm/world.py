@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from danlu import torch_compat
+from danlu.comm.chosen_collectives import AlgorithmChoice, ChosenCollectives
 from danlu.comm.host_group import HostGroup
 from danlu.comm.interrupt import shut_connections
 from danlu.comm.level_collectives import LevelCollectives
@@ -31,10 +32,11 @@ from danlu.comm.own_collectives import (
     is_answered,
 )
 from danlu.comm.own_sockets import own_sockets
-from danlu.comm.rank_layout import LevelSpan
+from danlu.comm.rank_layout import LevelSpan, common_level
 from danlu.comm.rendezvous import TIMEOUT, RankInfo
 from danlu.comm.shared_memory import SharedMemoryError, host_identity
 from danlu.comm.traffic_meter import StepTraffic, TrafficMeter
+from danlu.spec.cluster import CollectiveAlgorithm
 from danlu.torch_compat import PrefixStore, Store
 
 CPU = torch.device("cpu")
@@ -77,6 +79,8 @@ class World:
     """Sockets that this process had before it joined: not the world's."""
     shares_memory: bool = False
     """Whether groups of ranks on one host communicate through its memory."""
+    choice: AlgorithmChoice | None = field(default=None, compare=False)
+    """By which algorithms collectives of ours run, if not by the usual ones."""
     answer: MakeCollectives | None = field(default=None, compare=False)
     """What makes the collectives of groups, of their ranks; else they are the library's, or ours on CPUs."""
     levels: tuple[LevelSpan, ...] = ()
@@ -99,14 +103,15 @@ class World:
         canceled: Callable[[], bool] | None = None,
         shares_memory: bool = True,
         levels: Sequence[LevelSpan] = (),
+        choice: AlgorithmChoice | None = None,
         answer: MakeCollectives | None = None,
     ) -> Self:
         """Become a rank; returns when every rank has joined. `shutdown` ends it, and another world may be joined.
 
         With `canceled`, waits for the others in steps and raises `JoinCanceledError` once it is true: a rank that is
         waited for may die meanwhile. On CPUs, groups whose ranks are all on one host communicate through its memory,
-        and others inside each host and each unit of the `levels` first, unless `shares_memory` is false or `answer`
-        makes the collectives of groups.
+        and others inside each host and each unit of the `levels` first, unless `shares_memory` is false, `choice` has
+        another algorithm, or `answer` makes the collectives of groups.
         """
         whole, store = store, PrefixStore(f"generation-{generation}", store)
         size, earlier = rank_info.world_size, frozenset(own_sockets().values())
@@ -115,8 +120,17 @@ class World:
         dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=timeout)
         place = (rank_info.rank, size, rank_info.local_rank, device, generation, timeout)
         shares_memory = shares_memory and backend in _OVER_SOCKETS
-        levels = tuple(levels)
-        world = cls(*place, store, whole, earlier, shares_memory, answer, levels, _meter(rank_info.rank, size, levels))
+        world = cls(
+            *place,
+            store=store,
+            rendezvous_store=whole,
+            earlier_sockets=earlier,
+            shares_memory=shares_memory,
+            choice=choice,
+            answer=answer,
+            levels=tuple(levels),
+            traffic=_meter(rank_info.rank, size, levels),
+        )
         world._find_host()
         _joined[dist.group.WORLD] = world
         return world
@@ -267,25 +281,44 @@ class World:
         if not self.shares_memory or self.store is None or not 1 < len(members) <= _MOST_MEMBERS or is_answered(group):
             return
         hosts = [self.store.get(f"host-{member}") for member in members]
+        by_algorithm: dict[CollectiveAlgorithm, OwnCollectives] = {}
         if len({*hosts}) == 1:
-            self._share_memory(group, members)
-            return
-        switches = [[member // level.ranks for member in members] for level in self.levels[1:-1]]
-        sizes = _level_sizes([hosts, *switches])
-        if len(sizes) > 1:
-            answer_calls(group, LevelCollectives(self.level_groups(members, sizes, group.group_desc)))
+            if (shared := self._share_memory(group, members)) is not None:
+                by_algorithm["memory"] = shared
+        else:
+            switches = [[member // level.ranks for member in members] for level in self.levels[1:-1]]
+            sizes, sizes_of_hosts = _level_sizes([hosts, *switches]), _level_sizes([hosts])
+            if len(sizes) > 1:
+                by_algorithm["levels"] = LevelCollectives(self.level_groups(members, sizes, group.group_desc))
+            if 1 < len(sizes_of_hosts) < len(sizes) and self.choice is not None:
+                name = f"{group.group_desc} by host"
+                by_algorithm["host"] = LevelCollectives(self.level_groups(members, sizes_of_hosts, name))
+        if by_algorithm:
+            answer_calls(group, self._choosing(by_algorithm, members))
 
-    def _share_memory(self, group: ProcessGroup, members: list[int]) -> None:
+    def _choosing(
+        self, by_algorithm: dict[CollectiveAlgorithm, OwnCollectives], members: Sequence[int]
+    ) -> OwnCollectives:
+        """Collectives by the algorithm that this world chooses; else the first."""
+        choose = None
+        if self.choice is not None and self.levels:
+            level = max(common_level(members[0], member, self.levels) for member in members)
+            choose = self.choice.for_group(level, len(members))
+        return ChosenCollectives(by_algorithm, choose) if choose else next(iter(by_algorithm.values()))
+
+    def _share_memory(self, group: ProcessGroup, members: list[int]) -> HostGroup | None:
+        """Collectives through the memory of a host; None, with a warning, where there is no room for them."""
         assert self.store is not None
         times = self.store.add(f"shared-{group.group_name}-{self.rank}", 1)  # a world may be adopted several times
         meeting = PrefixStore(f"shared-{group.group_name}-{times}", self.store)
         index = members.index(self.rank)
         try:
-            answer_calls(group, HostGroup.join(meeting, index, len(members), self.timeout))
+            return HostGroup.join(meeting, index, len(members), self.timeout)
         except SharedMemoryError as reason:
             if index == 0:
                 self.fallbacks.append(f"{_SLOW.format(len(members))}: {reason}")
                 warnings.warn(self.fallbacks[-1], RuntimeWarning, stacklevel=2)
+            return None
 
     def device_mesh(
         self, groups: Sequence[ProcessGroup | None], ranks: Tensor | None = None, names: tuple[str, ...] | None = None

@@ -3,8 +3,9 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from math import exp, log
+from typing import NamedTuple
 
-from danlu.spec.cluster import Chip, CollectiveCurve, CollectiveOp, OperatorName, TimingCurve
+from danlu.spec.cluster import Chip, CollectiveAlgorithm, CollectiveCurve, CollectiveOp, OperatorName, TimingCurve
 
 
 class InterpolatedCurve:
@@ -48,24 +49,35 @@ def measured_operators(chip: Chip, dtype: str) -> OperatorTimes | None:
     return OperatorTimes(curves) if curves else None
 
 
+class FastestCollective(NamedTuple):
+    """How a collective runs fastest, and how long that takes."""
+
+    seconds: float
+    algorithm: CollectiveAlgorithm
+
+
 class CollectiveTimes:
     """Measured times of the collectives of one network level."""
 
     def __init__(self, measured: Iterable[CollectiveCurve]) -> None:
-        self._lines: dict[CollectiveOp, list[tuple[int, InterpolatedCurve]]] = {}
+        self._lines: dict[CollectiveOp, dict[int, list[tuple[CollectiveAlgorithm, InterpolatedCurve]]]] = {}
         for collective in measured:
-            self._lines.setdefault(collective.operation, []).append(
-                (collective.ranks, InterpolatedCurve(collective, steepest=1.0))
-            )
+            of_size = self._lines.setdefault(collective.operation, {}).setdefault(collective.ranks, [])
+            of_size.append((collective.algorithm, InterpolatedCurve(collective, steepest=1.0)))
 
     def seconds(self, operation: CollectiveOp, ranks: int, size: float) -> float | None:
-        """Seconds in a group of this many ranks, from the measured group closest in size; None if there is none.
+        """Seconds in a group of this many ranks, by the fastest algorithm; None if nothing was measured."""
+        found = self.fastest(operation, ranks, size)
+        return found.seconds if found else None
+
+    def fastest(self, operation: CollectiveOp, ranks: int, size: float) -> FastestCollective | None:
+        """The fastest algorithm in a group of this many ranks, from the measured group closest in size.
 
         A group of another size sends another share of the buffer: (n − 1) / n.
         """
         lines = self._lines.get(operation)
         if not lines:
             return None
-        closest, line = min(lines, key=lambda entry: abs(log(entry[0] / ranks)))
+        closest = min(lines, key=lambda measured: abs(log(measured / ranks)))
         share = (1 - 1 / ranks) / (1 - 1 / closest) if operation != "p2p" else 1.0
-        return share * line.seconds_at(size)
+        return min(FastestCollective(share * line.seconds_at(size), name) for name, line in lines[closest])

@@ -15,6 +15,15 @@ from danlu.spec.text import one_line
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 """Collectives; `p2p` is one message from one rank to another."""
+CollectiveAlgorithm = Literal["default", "library", "memory", "host", "levels"]
+"""How a collective runs:
+
+- default: as a run does it unasked
+- library: by the chip's library
+- memory: through the memory of the host that all its ranks are on
+- host: inside each host first, then between hosts
+- levels: inside each level of the network, from the innermost outwards
+"""
 OperatorName = Literal[
     "matmul",
     "attention",
@@ -78,12 +87,17 @@ class TimingCurve(SpecModel):
 
 
 class CollectiveCurve(TimingCurve):
-    """Seconds of one collective over some ranks, by bytes of the caller's buffer."""
+    """Seconds of one collective over some ranks, by bytes of the caller's buffer.
+
+    With several algorithms of a collective, a run takes the fastest at each size, and predictions take its time.
+    """
 
     operation: CollectiveOp
     """The collective."""
     ranks: int = Field(ge=2, le=10**8)
     """Ranks of a group; all groups of the machine run at once."""
+    algorithm: CollectiveAlgorithm = "default"
+    """By which it ran; a run chooses only among named ones, which `danlu comm tune` measures."""
 
 
 class Chip(SpecModel):

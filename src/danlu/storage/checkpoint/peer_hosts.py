@@ -1,12 +1,12 @@
 """The other hosts of a run: one process of each serves a folder of its memory, and every rank may read and write it."""
 
 import secrets
-import socket
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
+from danlu.comm.interfaces import address_towards
 from danlu.comm.world import World
 from danlu.storage.store.local_store import LocalStore
 from danlu.storage.store.peer_store import PeerServer, PeerStore
@@ -41,14 +41,6 @@ def replica_host(host: int, hosts: int) -> int | None:
     return None if hosts < 2 else (host + hosts // 2) % hosts
 
 
-def local_address(endpoint: str) -> str:
-    """This host's address on the network over which it reaches the rendezvous endpoint."""
-    host, _, port = endpoint.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the system chooses an interface
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
-
-
 class PeerHosts:
     """The hosts of a run, as seen by one rank."""
 
@@ -72,7 +64,7 @@ class PeerHosts:
         host, hosts = host_index_and_count(local_ranks, world.rank)
         if hosts < 2:
             return None
-        return cls(kv_store, folder, host, hosts, local_address(endpoint), leader=local_rank == 0)
+        return cls(kv_store, folder, host, hosts, address_towards(endpoint), leader=local_rank == 0)
 
     @property
     def is_leader(self) -> bool:
