@@ -116,8 +116,9 @@ def answer(question: Question) -> dict[str, Any]:
 def _row(best: PricedPlan) -> dict[str, Any]:
     plan = best.plan
     degrees = " × ".join(f"{axis} {degree}" for axis, degree in plan.degrees.model_dump().items() if degree > 1)
+    parts = f", tokens in {plan.dispatch_chunks} parts" if plan.dispatch_chunks > 1 else ""
     return {
-        "layout": f"{degrees}, {plan.microbatches} microbatches",
+        "layout": f"{degrees}, {plan.microbatches} microbatches{parts}",
         "recompute": str(plan.recompute),
         "regather": plan.regather_inputs,
         "seconds": best.seconds,

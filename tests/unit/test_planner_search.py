@@ -1,6 +1,7 @@
 """The planner's answers: the same as pricing everything, and nothing that the runtime would refuse."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from made_questions import DENSE, EXPERTS, machine, question, with_recipe
 from danlu.planner import PlanRequest, PlanRequestError, parse_constraints, price_plan, search, search_exhaustively
 from danlu.planner.mesh_placement import PlacementEnumerator, placement_of_plan
 from danlu.planner.pricing import PlanPricer
-from danlu.planner.search_space import SearchSpace, candidate_from_plan
+from danlu.planner.search_space import Candidate, SearchSpace, candidate_from_plan
 from danlu.spec.check import find_problems
 from danlu.spec.load import ParsedSpec, load_cluster, load_recipe
 from danlu.spec.plan import Degrees, Plan
@@ -25,6 +26,9 @@ SMALL = {
     "experts": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8),
     "experts, little memory": question(EXPERTS, chips=8, cluster=machine(nodes=2, memory=16e9), sequences=8),
     "experts, imbalance": question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8, expert_imbalance=2.0),
+    "experts across a slow network": question(
+        EXPERTS, chips=8, cluster=machine(nodes=2, slow=2e9), sequences=8, fix="ep=8"
+    ),
     "no pipeline": question(chips=16, without="pp"),
     "dense by Muon": with_recipe(question(chips=8, cluster=machine(nodes=2)), optimizer=OptimizerConfig(kind="muon")),
     "experts by Muon, with an average": with_recipe(
@@ -64,14 +68,16 @@ def test_bounds_are_bounds(name: str) -> None:
     space, pricing, places = SearchSpace(asked), PlanPricer(asked), PlacementEnumerator(asked.cluster)
     candidates = list(space.candidates())
     for candidate in chance.sample(candidates, min(150, len(candidates))):
-        least = pricing.lower_bound(candidate).seconds
         shape, schedule, data = candidate
+        schedule = schedule._replace(dispatch_chunks=1)  # bounds are of any number of parts
+        any_dispatch = Candidate(shape, schedule, data)
+        least = pricing.lower_bound(any_dispatch).seconds
         of_all = pricing.shape_lower_bound(shape, schedule, space.data_splits(shape, schedule))
         of_shape = pricing.shape_lower_bound(shape, schedule, (data,))
         assert pricing.shape_lower_bound(shape, None) <= of_all * (1 + 1e-9)
         assert of_all <= of_shape * (1 + 1e-9)
         for inner, some in places.by_layer_axes(candidate.degrees).items():
-            settled = pricing.lower_bound(candidate, known=inner).seconds
+            settled = pricing.lower_bound(any_dispatch, known=inner).seconds
             for place in some:
                 exact = pricing.price(candidate, place)
                 assert least <= settled * (1 + 1e-9)
@@ -152,6 +158,14 @@ def test_holds_what_is_fixed_and_leaves_out_what_is_not_wanted() -> None:
         parse_constraints(without="bubbles")
     with pytest.raises(PlanRequestError, match="16 or fewer"):
         question(chips=17)
+
+
+def test_tokens_go_in_parts_where_that_hides_their_traffic() -> None:
+    asked = SMALL["experts across a slow network"]
+    best = search(asked, shown=1).best[0]
+    assert best.plan.dispatch_chunks > 1
+    whole = search(replace(asked, constraints=parse_constraints("ep=8,chunks=1")), shown=1).best[0]
+    assert whole.plan.dispatch_chunks == 1 and whole.seconds > best.seconds
 
 
 def test_groups_reach_as_far_as_their_ranks_lie() -> None:

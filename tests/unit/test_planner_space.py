@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from made_questions import recipe
+from made_questions import machine, recipe
 
 from danlu.planner import PlanRequest, parse_constraints
 from danlu.planner.search_space import SearchSpace
@@ -14,6 +14,7 @@ from danlu.spec.check import find_problems, parsed_without_file
 from danlu.spec.load import load_cluster
 from danlu.spec.model import Model, Moe
 from danlu.spec.plan import Degrees, PipelineConfig, Plan, split_layers_evenly
+from danlu.spec.rank_placement import ranks_per_node
 
 SMALL = Model(vocabulary=240, layers=8, width=64, heads=8, kv_heads=4, mlp_width=96, sequence=96)
 SIXES = Model(vocabulary=240, layers=6, width=96, heads=12, kv_heads=6, mlp_width=96, sequence=96)
@@ -22,6 +23,7 @@ TIED = SMALL.model_copy(update={"tied": True})
 QUESTIONS = {
     "dense, 4 chips": (SMALL, 4, 4, ""),
     "experts, 4 chips": (EXPERTS, 4, 4, "recompute=full"),
+    "experts, 4 chips on nodes of 2": (EXPERTS, 4, 4, "recompute=full"),
     "sixes, 6 chips": (SIXES, 6, 6, "recompute=selective"),
     "deep, 4 chips": (SMALL.model_copy(update={"layers": 12}), 4, 4, "recompute=full"),
     "tied, 4 chips": (TIED, 4, 4, "recompute=none"),
@@ -33,6 +35,7 @@ CASES = [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for 
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 VIRTUAL = (1, 2, 3, 4, 6, 8)
+CHUNKS = (1, 2, 4)
 """The values that `docs/how-to/plan.md` promises to search."""
 
 Key = tuple[Any, ...]
@@ -49,6 +52,7 @@ def key(plan: Plan) -> Key:
         plan.recompute,
         plan.resolved_reshard_after_forward,
         plan.compile,
+        plan.dispatch_chunks,
         plan.context_parallel,
         plan.regather_inputs,
     )
@@ -87,7 +91,9 @@ def accepted(question: PlanRequest) -> set[Key]:
                 continue
             degrees = Degrees(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp, ep=ep)
             kinds = ("ulysses", "ring") if cp > 1 else ("ulysses",)
-            for recompute, reshards, regather, kind in product(RECOMPUTES, (True, False), (True, False), kinds):
+            parts = CHUNKS if ep > ranks_per_node(world, question.cluster) else (1,)
+            switches = (True, False), (True, False)
+            for recompute, reshards, regather, kind, chunks in product(RECOMPUTES, *switches, kinds, parts):
                 if allow("recompute", recompute):
                     plan = Plan(
                         degrees=degrees,
@@ -97,6 +103,7 @@ def accepted(question: PlanRequest) -> set[Key]:
                         reshard_after_forward=reshards,
                         regather_inputs=regather,
                         context_parallel=kind,  # type: ignore[arg-type]
+                        dispatch_chunks=chunks,
                         compile=question.constraints.allows_compile(True),
                     )
                     if not find_problems(question.parsed_recipe, parsed_without_file(plan)):
@@ -128,7 +135,7 @@ def test_degrees_and_schedules_of_every_kind_are_among_them() -> None:
 
 def _question(name: str) -> PlanRequest:
     model, chips, sequences, fixed = QUESTIONS[name]
-    cluster = load_cluster("h100-pod")
+    cluster = machine(nodes=2, per_node=2) if "nodes of 2" in name else load_cluster("h100-pod")
     return PlanRequest(
         recipe=recipe(model, sequences, length=96), cluster=cluster, chips=chips, constraints=parse_constraints(fixed)
     )

@@ -112,11 +112,10 @@ class _LayerTimer:
 
     def time(self, recompute: Recompute) -> LayerTime:
         """Both passes, and recompute."""
-        chunks = self.software.dispatch_chunks
-        parts = (each._replace(rows=-(-each.rows // chunks)) for each in layer.expert_matmuls(self.shard, self.moe))
-        routed = tuple(chunks * seconds for seconds in self._matmul_times(parts))
+        routed = {chunks: self._routed_times(chunks) for chunks in self._dispatch_choices}
+        dense = self._matmul_times(layer.matmuls(self.shard, self.moe))
         linear, inputs, weights = (
-            sum(times) for times in zip(self._matmul_times(layer.matmuls(self.shard, self.moe)), routed, strict=True)
+            seconds + min(times) for seconds, times in zip(dense, zip(*routed.values(), strict=True), strict=True)
         )
         moved, kernels = self._moved_bytes(), _MOE_KERNELS if self.moe else _KERNELS
         core = self._core_attention()
@@ -135,12 +134,30 @@ class _LayerTimer:
             context=self._context(core[1], backward=True),
         )
         if self.moe:
-            forward = forward._replace(expert=self._expert(forward.compute, routed[0]))
-            backward = backward._replace(expert=self._expert(backward.compute, routed[1] + routed[2]))
+            sent = {chunks: self._dispatch_time(chunks) for chunks in routed}
+            forward = forward._replace(
+                expert=min(self._expert(chunks, sent[chunks], forward.compute, routed[chunks][0]) for chunks in routed)
+            )
+            backward = backward._replace(
+                expert=min(
+                    self._expert(chunks, sent[chunks], backward.compute, sum(routed[chunks][1:])) for chunks in routed
+                )
+            )
         host = self._launch_times(kernels)
         blocking = self.software.launch_blocking
         forward, backward = forward.with_launch_time(host[0], blocking), backward.with_launch_time(host[1], blocking)
         return LayerTime(forward, backward, weights, self._again(recompute, forward, host[0]))
+
+    @property
+    def _dispatch_choices(self) -> tuple[int, ...]:
+        """Numbers of parts of which the best counts."""
+        return self.software.dispatch_choices or (self.software.dispatch_chunks,)
+
+    def _routed_times(self, chunks: int) -> tuple[float, float, float]:
+        """Seconds of the experts' matmuls, as `_matmul_times` has them, over so many parts of the tokens."""
+        matmuls = layer.expert_matmuls(self.shard, self.moe)
+        forward, inputs, weights = self._matmul_times(each._replace(rows=-(-each.rows // chunks)) for each in matmuls)
+        return chunks * forward, chunks * inputs, chunks * weights
 
     def _matmul_times(self, matmuls: Iterable[Matmul]) -> tuple[float, float, float]:
         """Seconds forward, for gradients of inputs, and for those of weights."""
@@ -308,24 +325,27 @@ class _LayerTimer:
                 total += self.device.measured.seconds("copy", elements)
         return total
 
-    def _expert(self, compute: float, routed: float) -> float:
-        """Exposed traffic of experts in one pass: dispatch and combine, less what is hidden.
+    def _dispatch_time(self, chunks: int) -> float:
+        """Seconds in which one of so many parts of the tokens is sent one way."""
+        shape, shard, software, width = self.shape, self.shard, self.software, self.device.element_bytes
+        if software.dedup_dispatch or software.level_dispatch:
+            tokens = shard.tokens / shard.tp * software.expert_imbalance
+            dispatch_time = level_dispatch_time if software.level_dispatch else dedup_dispatch_time
+            return dispatch_time(self.network, self.local.ep_group, width * shape.width, tokens, shape.top_k)
+        return all_to_all_time(self.network, self.local.ep_group, width * experts.exchanged_elements(shard) / chunks)
+
+    def _expert(self, chunks: int, once: float, compute: float, routed: float) -> float:
+        """Exposed traffic of experts in one pass: dispatch and combine, each `once` for a part, less what is hidden.
 
         By `compute`, another microbatch's pass; or by the experts' own matmuls, which take `routed` seconds, if parts
         of the tokens are sent one after another.
         """
-        shape, shard, software, width = self.shape, self.shard, self.software, self.device.element_bytes
-        held = width * experts.exchanged_elements(shard)
-        if software.dedup_dispatch or software.level_dispatch:
-            routed = shard.tokens / shard.tp * software.expert_imbalance
-            dispatch_time = level_dispatch_time if software.level_dispatch else dedup_dispatch_time
-            once = dispatch_time(self.network, self.local.ep_group, width * shape.width, routed, shape.top_k)
-        else:
-            once = all_to_all_time(self.network, self.local.ep_group, held / software.dispatch_chunks)
-        if software.dispatch_chunks > 1:  # one way of the first part and one of the last; others while parts compute
-            meanwhile = 2 * (software.dispatch_chunks - 1) * once
+        software = self.software
+        if chunks > 1:  # one way of the first part and one of the last; others while parts compute
+            meanwhile = 2 * (chunks - 1) * once
             return 2 * once + exposed_time(meanwhile, routed, self.overheads.contention)
         if software.expert_tp > 1:
+            held = self.device.element_bytes * experts.exchanged_elements(self.shard)
             once += all_gather_time(self.network, self.local.etp_group, held * software.expert_tp)
         return exposed_time(2 * once, compute, self.overheads.contention) if software.overlap_ep_comm else 2 * once
 

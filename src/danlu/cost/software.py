@@ -75,6 +75,8 @@ class Software:
     "deduplicated"` does."""
     dispatch_chunks: int = 1
     """Parts of a layer's tokens that are sent to experts one after another, each while the one before is computed."""
+    dispatch_choices: tuple[int, ...] = ()
+    """Of these numbers of parts each layer takes what is best: a bound on the time with any of them."""
     fused_grouped_gemm: bool = False
     """Run the matmuls of all experts in one kernel, with the activation in it, not one call per expert."""
     quantized_input_bytes: float = 0.0

@@ -14,6 +14,7 @@ from danlu.spec.plan import DENSE_AXES, LOOPED_SCHEDULES, Degrees, PipelineConfi
 from danlu.spec.problem import Problem
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES
 from danlu.spec.rules.context import CONTEXT_RULES
+from danlu.spec.rules.expert_dispatch import EXPERT_DISPATCH_RULES
 from danlu.spec.rules.pipeline import STAGE_RULES
 from danlu.spec.rules.regather import REGATHER_RULES
 
@@ -63,7 +64,9 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
         *(sorted(fixed.get(switch, {"false"})) for switch in ("reshard", "regather", "compile")),
     ):
         usual = "2" if schedule in LOOPED_SCHEDULES else "1"
-        for stages, number in product(_numbers(request, "virtual", usual), _microbatches(request, shape)):
+        for stages, number, chunks in product(
+            _numbers(request, "virtual", usual), _microbatches(request, shape), _numbers(request, "chunks", "1")
+        ):
             if isinstance(number, str):
                 yield number
                 continue
@@ -76,6 +79,7 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
                 regather_inputs=regather == "true",
                 compile=compiled == "true",
                 microbatches=number,
+                dispatch_chunks=chunks,
             )
             yield from (problem_text(problem) for problem in islice(_problems(request, plan), 1))
 
@@ -112,6 +116,7 @@ def _microbatches(request: PlanRequest, shape: ShapeKnobs) -> Iterator[int | str
 
 def _problems(request: PlanRequest, plan: Plan) -> Iterator[Problem]:
     given = plan_without_file(plan)
-    yield from (problem for rule in (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES) for problem in rule(given))
+    rules = (*STAGE_RULES, *REGATHER_RULES, *CONTEXT_RULES, *EXPERT_DISPATCH_RULES)
+    yield from (problem for rule in rules for problem in rule(given))
     for rule in (*DECODER_LAYOUT_RULES, *LAYOUT_RULES):
         yield from rule(request.parsed_recipe, given)

@@ -14,9 +14,6 @@ from danlu.planner.search_space import DataKnobs
 from danlu.spec.divisors import divisors
 from danlu.spec.plan import SPLIT_BACKWARD_SCHEDULES
 
-_CHUNKS = 4
-"""Parts of the tokens that a plan is priced with: of more, each is too short for its matmuls."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MissingFeature:
@@ -121,19 +118,13 @@ def _experts(now: _Variation) -> Iterator[MissingFeature]:
         "a microbatch waits for its all-to-alls: no other one computes meanwhile",
         overlap_ep_comm=True,
     )
-    if now.schedule.dispatch_chunks == 1 and not now.schedule.deduplicated:
-        yield now.gain(
-            f"expert dispatch in {_CHUNKS} parts",
-            f"the runtime has it, but it is not searched: dispatch_chunks = {_CHUNKS} in the plan sends some tokens "
-            "while experts compute others",
-            dispatch_chunks=_CHUNKS,
-        )
     if not now.schedule.deduplicated:
         yield now.gain(
             "deduplicated expert dispatch",
             'the runtime has it, but it is not searched: token_dispatcher = "deduplicated" in the plan sends a token '
             "once to every part of the network that needs it, and sums in another order",
             level_dispatch=True,
+            dispatch_chunks=1,
         )
 
 

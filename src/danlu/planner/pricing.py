@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import le
 from typing import Any, NamedTuple
 
@@ -20,7 +20,14 @@ from danlu.planner.fit_chance import fit_chance
 from danlu.planner.mesh_placement import GroupShapes, MeshPlacement, PlacementEnumerator
 from danlu.planner.relaxed_network import RelaxedNetworkBuilder
 from danlu.planner.request import PlanRequest
-from danlu.planner.search_space import Candidate, DataKnobs, PlanRecompute, ScheduleKnobs, ShapeKnobs
+from danlu.planner.search_space import (
+    Candidate,
+    DataKnobs,
+    PlanRecompute,
+    ScheduleKnobs,
+    ShapeKnobs,
+    dispatch_choices,
+)
 from danlu.spec.divisors import divisors
 from danlu.spec.plan import Plan
 from danlu.spec.rank_placement import ranks_per_node
@@ -113,6 +120,7 @@ def software_for(
     compiled: bool = False,
     deduplicated: bool = False,
     dispatch_chunks: int = 1,
+    dispatch_choices: tuple[int, ...] = (),
 ) -> Software:
     """Danlu's own software traits, with the recipe's precision and document mask."""
     precision = request.recipe.precision
@@ -123,6 +131,7 @@ def software_for(
         eager=not compiled,
         level_dispatch=deduplicated,
         dispatch_chunks=dispatch_chunks,
+        dispatch_choices=dispatch_choices,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
         activation_bytes=_BYTES[precision.compute],
@@ -149,6 +158,7 @@ class _SoftwareKnobs(NamedTuple):
     compiled: bool = False
     deduplicated: bool = False
     dispatch_chunks: int = 1
+    dispatch_choices: tuple[int, ...] = ()
 
 
 class _ModelTraffic(NamedTuple):
@@ -171,6 +181,7 @@ class PlanPricer:
     def __init__(self, request: PlanRequest, free_level: int | None = None) -> None:
         self.request = request
         self.enumerator = PlacementEnumerator(request.cluster)
+        self._dispatch_choices = lru_cache(maxsize=None)(partial(dispatch_choices, request))
         self._free_level = free_level
         self._predictor = lru_cache(maxsize=None)(self._new_predictor)
         self._relaxed_predictor = lru_cache(maxsize=None)(self._new_predictor)
@@ -236,7 +247,10 @@ class PlanPricer:
     def lower_bound(
         self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
     ) -> StepPrediction:
-        """Memory, and a lower bound on the time over all placements, or over those with the `known` groups."""
+        """Memory, and a lower bound on the time over all placements, or over those with the `known` groups.
+
+        And over every number of parts in which tokens may go through their experts, unless it is given.
+        """
         predictor, layout = self._relaxed(candidate, known)
         return predictor.predict(layout, memory)
 
@@ -255,7 +269,11 @@ class PlanPricer:
             shape.ep,
         )
         network, group_shapes = self._networks.build(sizes, known)
-        predictor = self._relaxed_predictor(_software_knobs(schedule)).on(network)
+        knobs = _software_knobs(schedule)
+        choices = self._dispatch_choices(shape.ep)
+        if schedule.dispatch_chunks == 1 and not schedule.deduplicated and choices != (1,):
+            knobs = knobs._replace(dispatch_choices=choices)
+        predictor = self._relaxed_predictor(knobs).on(network)
         return predictor, self._layout(candidate, group_shapes)
 
     def shape_lower_bound(

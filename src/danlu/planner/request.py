@@ -27,10 +27,11 @@ KNOBS = (
     "reshard",
     "regather",
     "compile",
+    "chunks",
 )
 """What a search varies: degrees; how `cp` attends (`context_parallel`); microbatches, or sequences per microbatch;
 schedule and stages per rank; recompute; whether gathered parameters, and inputs that `tp` gathered, are freed after the
-forward pass; `compile`, if asked."""
+forward pass; `compile`, if asked; in how many parts tokens go through the experts of `ep` (`dispatch_chunks`)."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 """Schedules searched. `gpipe` is skipped: it takes as long as `1f1b` and holds at least as many microbatches."""
 CONTEXT_KINDS = get_args(ContextParallel)
@@ -38,6 +39,8 @@ CONTEXT_KINDS = get_args(ContextParallel)
 RECOMPUTE_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 """Stages per rank that are searched for looped schedules."""
+DISPATCH_CHUNKS = (1, 2, 4)
+"""Parts of a layer's tokens that are searched: of more, each is too short for its matmuls."""
 
 
 class PlanRequestError(ValueError):
@@ -121,6 +124,8 @@ _NAMED = {
     "compile": _BOOLEAN,
 }
 """Knobs whose values are names."""
+_NUMBERED = {"virtual": (1, *STAGES_PER_RANK), "chunks": DISPATCH_CHUNKS}
+"""Knobs of which not every number is searched."""
 
 
 def _values(option: str, knob: str, text: str) -> frozenset[str]:
@@ -134,9 +139,9 @@ def _values(option: str, knob: str, text: str) -> frozenset[str]:
             raise PlanRequestError(f"{option}: {knob}={word}: must be {example}: {suggest_name(word, [*_NAMED[knob]])}")
         if knob not in _NAMED and not (word.isdecimal() and int(word)):
             raise PlanRequestError(f"{option}: {knob}={word}: must be an integer of 1 or more: write {knob}=N")
-        if knob == "virtual" and int(word) not in (1, *STAGES_PER_RANK):
-            searched = ", ".join(map(str, (1, *STAGES_PER_RANK)))
-            raise PlanRequestError(f"{option}: virtual={word}: must be a number that is searched: {searched}")
+        if knob in _NUMBERED and int(word) not in _NUMBERED[knob]:
+            searched = ", ".join(map(str, _NUMBERED[knob]))
+            raise PlanRequestError(f"{option}: {knob}={word}: must be a number that is searched: {searched}")
     return frozenset(words)
 
 

@@ -1,15 +1,15 @@
 """Best-first search for the fastest layouts of a request, and for all that tie with the fastest.
 
 Layouts form a tree: a shape (how the model and the batch are sharded), its schedules, how states are sharded, the
-placement on the network. Every node has a lower bound on the time of all layouts below it. The node with the lowest
-bound is expanded next, so the first complete layout popped is the fastest, and no other is faster: the search is exact,
-and expands only nodes that could have won, or tied.
+placement on the network, and the parts in which tokens go through experts. Every node has a lower bound on the time
+of all layouts below it. The node with the lowest bound is expanded next, so the first complete layout popped is the
+fastest, and no other is faster: the search is exact, and expands only nodes that could have won, or tied.
 """
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
@@ -262,9 +262,10 @@ class _Search:
     def _open_inner(self, bound: float, node: _PartialPlacement) -> None:
         if self._degrees(node.candidate) in self.done:
             return
-        for placement in self.pricer.enumerator.by_layer_axes(node.candidate.degrees)[node.layer_groups]:
+        placements = self.pricer.enumerator.by_layer_axes(node.candidate.degrees)[node.layer_groups]
+        for candidate, placement in product(self.space.with_dispatch(node.candidate), placements):
             self.priced += 1
-            priced = self.pricer.price(node.candidate, placement, node.memory)
+            priced = self.pricer.price(candidate, placement, node.memory)
             self.incumbent = min(self.incumbent, priced.seconds)
             self._push(max(bound, priced.seconds), priced, priced.tie_break)
 

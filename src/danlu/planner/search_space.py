@@ -5,12 +5,12 @@ recompute and resharding, and the microbatches. The result of each step is cache
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
+from danlu.planner.request import DISPATCH_CHUNKS, RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
 from danlu.spec.divisors import divisors
 from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import (
@@ -23,6 +23,7 @@ from danlu.spec.plan import (
     split_layers_evenly,
 )
 from danlu.spec.problem import Problem
+from danlu.spec.rank_placement import ranks_per_node
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline, ramp_divides
 from danlu.spec.rules.matmul import DECODER_MATMUL_LAYOUT_RULES, MATMUL_LAYOUT_RULES
@@ -71,7 +72,7 @@ class ScheduleKnobs(NamedTuple):
     loss_chunks: int = 1
     """Not searched."""
     dispatch_chunks: int = 1
-    """Not searched."""
+    """Only with expert parallelism; the search chooses it together with the placement on the network."""
 
 
 class DataKnobs(NamedTuple):
@@ -121,6 +122,16 @@ class Candidate(NamedTuple):
         )
 
 
+def dispatch_choices(request: PlanRequest, ep: int) -> tuple[int, ...]:
+    """In how many parts tokens may go through the experts of `ep` ranks.
+
+    In several only where these are more than a node has, or if that is fixed: inside a node, parts gain little.
+    """
+    allowed = tuple(chunks for chunks in DISPATCH_CHUNKS if request.constraints.allows("chunks", chunks))
+    apart = ep > 1 and (ep > ranks_per_node(request.chips, request.cluster) or 1 not in allowed)
+    return allowed if apart else tuple(chunks for chunks in allowed if chunks == 1)
+
+
 def context_kind(ring: bool) -> ContextParallel:
     """The plan's word for how `cp` attends."""
     return "ring" if ring else "ulysses"
@@ -158,6 +169,7 @@ class SearchSpace:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self._recipe = request.parsed_recipe
+        self._dispatch_choices = lru_cache(maxsize=None)(partial(dispatch_choices, request))
         self.shape_problem = lru_cache(maxsize=None)(self._shape_problem)
         self.stage_problem = lru_cache(maxsize=None)(self._stage_problem)
         self.microbatch_problem = lru_cache(maxsize=None)(self._fill_problem)
@@ -251,7 +263,8 @@ class SearchSpace:
     def count(self, shape: ShapeKnobs) -> int:
         """How many layouts have a shape; there are millions, so they are not made to be counted."""
         shards = self._shards(shape.dp, shape.cp, shape.tp, shape.ep, shape.ring)
-        return len(shards) * self._reshard_choices(shape.pp, shape.microbatches, shape.tp > 1)
+        dispatches = len(self._dispatch_choices(shape.ep))
+        return len(shards) * dispatches * self._reshard_choices(shape.pp, shape.microbatches, shape.tp > 1)
 
     def _allowed_shards(self, dp: int, cp: int, tp: int, ep: int, ring: bool) -> tuple[int, ...]:
         """Over how many of the data-parallel ranks states may be sharded."""
@@ -279,7 +292,12 @@ class SearchSpace:
         for shape in self.shapes():
             for schedule in self.schedules_of(shape):
                 for data in self.data_splits(shape, schedule):
-                    yield Candidate(shape, schedule, data)
+                    yield from self.with_dispatch(Candidate(shape, schedule, data))
+
+    def with_dispatch(self, candidate: Candidate) -> Iterator[Candidate]:
+        """A layout with every number of parts in which its tokens may go through experts of other ranks."""
+        for chunks in self._dispatch_choices(candidate.shape.ep):
+            yield candidate._replace(schedule=candidate.schedule._replace(dispatch_chunks=chunks))
 
     def most_sharded(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> list[Candidate]:
         """The layouts of a shape and schedule that shard states most: one of them takes the least memory."""
@@ -305,6 +323,7 @@ class SearchSpace:
             if (
                 (dp * cp * tp) % ep == 0
                 and self.request.constraints.allows("ep", ep)
+                and self._dispatch_choices(ep)
                 and not self.shape_problem(tp, cp, ep, dp, ring)
             ):
                 yield ep

@@ -47,11 +47,13 @@ def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
 
 
 def degrees_text(priced: PricedPlan) -> str:
-    """Degrees above 1 in one line, and which `cp` is a ring."""
+    """Degrees above 1 in one line, which `cp` is a ring, and parts of the tokens of `ep`, which comes last."""
     degrees = priced.candidate.degrees
     shown = [f"{axis} {getattr(degrees, axis)}" for axis in (*DENSE_AXES, "ep") if getattr(degrees, axis) > 1]
     text = " × ".join(shown) or "1 rank"
-    return text.replace("cp ", "ring cp ") if priced.candidate.shape.ring else text
+    text = text.replace("cp ", "ring cp ") if priced.candidate.shape.ring else text
+    chunks = priced.candidate.schedule.dispatch_chunks
+    return f"{text} in {chunks} parts" if chunks > 1 else text
 
 
 def schedule_text(priced: PricedPlan) -> str:
