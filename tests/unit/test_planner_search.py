@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from made_questions import DENSE, EXPERTS, machine, question, with_recipe
 from danlu.planner import PlanRequest, PlanRequestError, parse_constraints, price_plan, search, search_exhaustively
 from danlu.planner.mesh_placement import PlacementEnumerator, placement_of_plan
 from danlu.planner.pricing import PlanPricer
-from danlu.planner.search_space import Candidate, SearchSpace, candidate_from_plan
+from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace, ShapeKnobs, candidate_from_plan
 from danlu.spec.check import find_problems
 from danlu.spec.load import ParsedSpec, load_cluster, load_recipe
 from danlu.spec.plan import Degrees, Plan
@@ -97,6 +98,22 @@ def test_more_shards_never_take_more_bytes() -> None:
             sizes[shard] = min(sizes.get(shard, size), size)
         for sizes in taken.values():
             assert sizes[max(sizes)] == min(sizes.values())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_from_the_second_number_of_microbatches_on_more_take_less(name: str) -> None:
+    """The search looks for the fewest that fit by halving."""
+    asked, chance = SMALL[name], random.Random(5)
+    space, pricing = SearchSpace(asked), PlanPricer(asked)
+    by_pipeline: dict[tuple[ShapeKnobs, ScheduleKnobs], list[float]] = {}
+    for shape in space.shapes():
+        for schedule in space.schedules_of(shape):
+            least = min(pricing.memory(each).device_bytes for each in space.most_sharded(shape, schedule))
+            by_pipeline.setdefault((shape._replace(microbatches=1), schedule), []).append(least)
+    taken = chance.sample(list(by_pipeline.values()), min(500, len(by_pipeline)))
+    assert any(len(each) > 2 for each in taken)
+    for each in taken:
+        assert all(more <= fewer * (1 + 1e-12) for fewer, more in pairwise(each[1:]))
 
 
 @pytest.mark.parametrize("name", CASES)

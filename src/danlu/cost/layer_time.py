@@ -156,6 +156,8 @@ class _LayerTimer:
     def _routed_times(self, chunks: int) -> tuple[float, float, float]:
         """Seconds of the experts' matmuls, as `_matmul_times` has them, over so many parts of the tokens."""
         matmuls = layer.expert_matmuls(self.shard, self.moe)
+        if chunks == 1:
+            return self._matmul_times(matmuls)
         forward, inputs, weights = self._matmul_times(each._replace(rows=-(-each.rows // chunks)) for each in matmuls)
         return chunks * forward, chunks * inputs, chunks * weights
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from math import inf
 from operator import le
 from typing import Any, NamedTuple
 
@@ -285,32 +286,36 @@ class PlanPricer:
         With the `splits` of states that the layouts may have, the same holds for the traffic of states: what compute
         can hide of it grows with both, so that no share of a pipeline hides more than an even one.
         """
+        pp, microbatches = shape.pp, shape.microbatches
         model_pass = self._model_pass_time(shape, schedule or self._fastest_schedule)
-        found = self._least_traffic(shape.cp, shape.tp, shape.ep, shape.dp, shape.pp > 1, splits)
-        return min(self._even_share(shape, schedule, model_pass, traffic) for traffic in found)
+        compute, share, contention = (
+            microbatches * model_pass,
+            self._least_share(shape, schedule),
+            self._least_contention,
+        )
+        contention, least = self._least_contention, inf
+        for traffic in self._least_traffic(shape.cp, shape.tp, shape.ep, shape.dp, pp > 1, splits):
+            sent = microbatches * traffic.microbatch + traffic.step
+            passes = compute + exposed_time(sent, compute, contention)
+            after = exposed_time(traffic.after, passes / microbatches, contention) / pp
+            least = min(least, share * passes + after)
+        return least
 
-    def _even_share(
-        self, shape: ShapeKnobs, schedule: ScheduleKnobs | None, model_pass: float, traffic: _ModelTraffic
-    ) -> float:
-        """Seconds of a rank that has an even share of the passes and of the traffic, and its least bubble.
+    def _least_share(self, shape: ShapeKnobs, schedule: ScheduleKnobs | None) -> float:
+        """Of the passes of all ranks of a pipeline together the least that a step takes: an even share, and the bubble.
 
         A schedule that does not split its backward pass waits for the others' passes divided by the stages per rank;
         with one stage per rank and no more microbatches than ranks, a slow first rank hides part of that wait, and the
         rest is least where it has twice the passes of a mean one of `pp` + 1 ranks.
         """
         pp, microbatches = shape.pp, shape.microbatches
-        compute = microbatches * model_pass
-        sent = microbatches * traffic.microbatch + traffic.step
-        model_pass = (compute + exposed_time(sent, compute, self._least_contention)) / microbatches
-        even = microbatches * model_pass / pp
-        after = exposed_time(traffic.after, model_pass, self._least_contention) / pp
         if schedule is None or pp == 1 or schedule.schedule not in ("1f1b", "interleaved"):
-            return even + after
+            return 1 / pp
         if self.request.cluster.chip.alone > 1:  # idle ranks leave their cores to the others
-            return even + after
+            return 1 / pp
         if schedule.stages_per_rank == 1 and microbatches <= pp:
-            return max(even, 2 * microbatches * model_pass / (pp + 1)) + after
-        return even + (model_pass - model_pass / pp) / schedule.stages_per_rank + after
+            return max(1 / pp, 2 / (pp + 1))
+        return 1 / pp + (1 - 1 / pp) / (schedule.stages_per_rank * microbatches)
 
     @cached_property
     def _least_contention(self) -> float:

@@ -7,6 +7,7 @@ fastest, and no other is faster: the search is exact, and expands only nodes tha
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, product
@@ -226,9 +227,9 @@ class _Search:
     def _fewest_microbatches(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> int:
         """The fewest microbatches that fill the pipeline and can fit; the most sharded layout takes the least memory.
 
-        They are tried one by one: with a single microbatch gradients appear only as activations are freed, so that two
-        can take more memory than one. Of two and more, each more takes less; so if neither the fewest nor the most fit,
-        none does.
+        The fewest may take less than the next, as of few microbatches gradients appear only when activations are freed.
+        From the second number on each takes less than the one before; so if neither the fewest nor the most fit, none
+        does.
         """
         key = (shape, schedule)
         if key not in self.fewest:
@@ -246,8 +247,12 @@ class _Search:
                     self.least_memory = taken, candidate
                 return taken <= self.request.usable_memory
 
-            some_fit = fits(numbers[-1]) or fits(numbers[0])
-            self.fewest[key] = next(filter(fits, numbers)) if some_fit else numbers[-1] + 1
+            if fits(numbers[0]):
+                self.fewest[key] = numbers[0]
+            elif fits(numbers[-1]):
+                self.fewest[key] = numbers[bisect_left(numbers, True, lo=1, key=fits)]
+            else:
+                self.fewest[key] = numbers[-1] + 1
         return self.fewest[key]
 
     def _open_candidate(self, bound: float, candidate: Candidate) -> None:

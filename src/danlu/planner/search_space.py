@@ -174,6 +174,7 @@ class SearchSpace:
         self.stage_problem = lru_cache(maxsize=None)(self._stage_problem)
         self.microbatch_problem = lru_cache(maxsize=None)(self._fill_problem)
         self.schedules = lru_cache(maxsize=None)(lambda pp: tuple(self._schedules(pp)))
+        self._numbers = lru_cache(maxsize=None)(self._allowed_microbatches)
         self._filled = lru_cache(maxsize=None)(self._filled_schedules)
         self._shards = lru_cache(maxsize=None)(self._allowed_shards)
         self._reshards = lru_cache(maxsize=None)(self._allowed_reshards)
@@ -328,12 +329,15 @@ class SearchSpace:
             ):
                 yield ep
 
-    def microbatches(self, shape: ShapeKnobs) -> list[int]:
+    def microbatches(self, shape: ShapeKnobs) -> tuple[int, ...]:
         """Numbers of microbatches that divide a rank's share of the batch, fewest first."""
-        held, allow = self.request.recipe.batch.sequences // shape.dp, self.request.constraints.allows
-        wanted = [n for n in divisors(held) if allow("microbatches", n) and allow("microbatch", held // n)]
-        batch = self.request.recipe.batch
-        return [n for n in wanted if ramp_divides(batch, shape.dp, n, pipeline=shape.pp > 1)] if batch.ramp else wanted
+        return self._numbers(shape.dp, shape.pp > 1)
+
+    def _allowed_microbatches(self, dp: int, pipeline: bool) -> tuple[int, ...]:
+        batch, allow = self.request.recipe.batch, self.request.constraints.allows
+        held = batch.sequences // dp
+        wanted = (n for n in divisors(held) if allow("microbatches", n) and allow("microbatch", held // n))
+        return tuple(n for n in wanted if not batch.ramp or ramp_divides(batch, dp, n, pipeline=pipeline))
 
     def _shape_problem(self, tp: int, cp: int, ep: int, shard: int, ring: bool = False) -> Problem | None:
         """The first problem that the rules find with degrees that shard the model."""
