@@ -112,11 +112,7 @@ class _LayerTimer:
 
     def time(self, recompute: Recompute) -> LayerTime:
         """Both passes, and recompute."""
-        routed = {chunks: self._routed_times(chunks) for chunks in self._dispatch_choices}
-        dense = self._matmul_times(layer.matmuls(self.shard, self.moe))
-        linear, inputs, weights = (
-            seconds + min(times) for seconds, times in zip(dense, zip(*routed.values(), strict=True), strict=True)
-        )
+        linear, inputs, weights = self._matmul_times(layer.matmuls(self.shard, self.moe))
         moved, kernels = self._moved_bytes(), _MOE_KERNELS if self.moe else _KERNELS
         core = self._core_attention()
         forward = PassTime(
@@ -133,33 +129,40 @@ class _LayerTimer:
             tensor=forward.tensor + self._regathered(recompute),
             context=self._context(core[1], backward=True),
         )
-        if self.moe:
-            sent = {chunks: self._dispatch_time(chunks) for chunks in routed}
-            forward = forward._replace(
-                expert=min(self._expert(chunks, sent[chunks], forward.compute, routed[chunks][0]) for chunks in routed)
+        host, blocking = self._launch_times(kernels), self.software.launch_blocking
+        if not self.moe:
+            forward, backward = (
+                each.with_launch_time(held, blocking) for each, held in zip((forward, backward), host, strict=True)
             )
-            backward = backward._replace(
-                expert=min(
-                    self._expert(chunks, sent[chunks], backward.compute, sum(routed[chunks][1:])) for chunks in routed
-                )
-            )
-        host = self._launch_times(kernels)
-        blocking = self.software.launch_blocking
-        forward, backward = forward.with_launch_time(host[0], blocking), backward.with_launch_time(host[1], blocking)
-        return LayerTime(forward, backward, weights, self._again(recompute, forward, host[0]))
+            return LayerTime(forward, backward, weights, self._again(recompute, forward, host[0]))
+        ways = []
+        for chunks in self.software.dispatch_choices or (self.software.dispatch_chunks,):
+            there, back, routed = self._with_experts(forward, backward, chunks)
+            there, back = there.with_launch_time(host[0], blocking), back.with_launch_time(host[1], blocking)
+            ways.append((there, back, weights + routed))
+        return self._least(ways, recompute, host[0])
 
-    @property
-    def _dispatch_choices(self) -> tuple[int, ...]:
-        """Numbers of parts of which the best counts."""
-        return self.software.dispatch_choices or (self.software.dispatch_chunks,)
-
-    def _routed_times(self, chunks: int) -> tuple[float, float, float]:
-        """Seconds of the experts' matmuls, as `_matmul_times` has them, over so many parts of the tokens."""
+    def _with_experts(self, forward: PassTime, backward: PassTime, chunks: int) -> tuple[PassTime, PassTime, float]:
+        """The passes with experts through which tokens go in so many parts; and seconds for gradients of weights."""
         matmuls = layer.expert_matmuls(self.shard, self.moe)
-        if chunks == 1:
-            return self._matmul_times(matmuls)
-        forward, inputs, weights = self._matmul_times(each._replace(rows=-(-each.rows // chunks)) for each in matmuls)
-        return chunks * forward, chunks * inputs, chunks * weights
+        parts = matmuls if chunks == 1 else (each._replace(rows=-(-each.rows // chunks)) for each in matmuls)
+        there, inputs, weights = (chunks * seconds for seconds in self._matmul_times(parts))
+        once, back = self._dispatch_time(chunks), inputs + weights
+        forward = forward._replace(linear=forward.linear + there)
+        backward = backward._replace(linear=backward.linear + back)
+        return (
+            forward._replace(expert=self._expert(chunks, once, forward.compute, there)),
+            backward._replace(expert=self._expert(chunks, once, backward.compute, back)),
+            weights,
+        )
+
+    def _least(self, ways: "list[tuple[PassTime, PassTime, float]]", recompute: Recompute, host: float) -> LayerTime:
+        """The passes of the best way; of several, of each pass the best, and of a split one of each of its halves."""
+        forward = min((there for there, _, _ in ways), key=lambda there: (there.total, -there.host_wait))
+        _, backward, held = min(ways, key=lambda way: way[1].total - way[2])
+        weights = min(least for _, _, least in ways)
+        backward = backward._replace(linear=backward.linear - (held - weights))
+        return LayerTime(forward, backward, weights, self._again(recompute, forward, host))
 
     def _matmul_times(self, matmuls: Iterable[Matmul]) -> tuple[float, float, float]:
         """Seconds forward, for gradients of inputs, and for those of weights."""

@@ -98,6 +98,10 @@ class Predictor:
         """
         return _StepEstimator(self.context, layout, self._cache).prediction(memory)
 
+    def pass_time(self, layout: ParallelLayout) -> float:
+        """Seconds of one microbatch in the first rank of a pipeline, both passes, without traffic of states."""
+        return _StepEstimator(self.context, layout, self._cache).pass_time()
+
     def state_traffic(self, layout: ParallelLayout) -> StateTraffic:
         """Traffic of the states of the first rank of a pipeline."""
         return _StepEstimator(self.context, layout, self._cache).state_traffic()
@@ -170,6 +174,11 @@ class _StepEstimator(LayoutShapes):
             memory=memory or RankMemoryEstimator(self.context, layout, self._cache).peak(),
             assumptions=self.context.assumptions,
         )
+
+    def pass_time(self) -> float:
+        """Of the first rank of a pipeline, by one microbatch."""
+        _, parts = self._stage(self.stages[0])
+        return sum(seconds for name, seconds in parts.items() if name != "gather")
 
     def state_traffic(self) -> StateTraffic:
         """Of the first rank of a pipeline; none on a probed machine, where it follows no formula."""

@@ -35,15 +35,6 @@ from danlu.spec.rank_placement import ranks_per_node
 from danlu.spec.recipe import PrecisionConfig
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_NO_MEMORY = MemoryEstimate(
-    parameters=0, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, process_groups=0
-)
-"""Passed where only the time is needed."""
-_NOT_PASSES = (
-    *("gather", "transfer", "bubble", "gradients", "parameters", "optimizer", "stragglers", "other"),
-    *("orthogonalization", "exchange"),
-)
-"""Parts of a step outside the passes through layers."""
 _EXPERT_GROUPS = ("ep", "expert_shard", "expert_data")
 """Groups that exist for experts alone, see `ParallelLayout.group_shapes`."""
 
@@ -372,9 +363,8 @@ class PlanPricer:
             alone = shape._replace(pp=1)
             plain = schedule._replace(schedule="1f1b", stages_per_rank=1, stage_layers=())
             candidate = Candidate(alone, plain, DataKnobs(1, shape.dp, True))
-            parts = self.lower_bound(candidate, _NO_MEMORY).parts
-            found = sum(seconds for name, seconds in parts.items() if name not in _NOT_PASSES) / shape.microbatches
-            self._passes[key] = found
+            predictor, layout = self._relaxed(candidate)
+            found = self._passes[key] = predictor.pass_time(layout)
         return found
 
     def _layout(self, candidate: Candidate, group_shapes: GroupShapes = ()) -> ParallelLayout:

@@ -23,7 +23,6 @@ from danlu.spec.plan import (
     split_layers_evenly,
 )
 from danlu.spec.problem import Problem
-from danlu.spec.rank_placement import ranks_per_node
 from danlu.spec.recompute import RecomputeLayers, RecomputeMode
 from danlu.spec.rules.batch import BATCH_RULES, microbatches_fill_the_pipeline, ramp_divides
 from danlu.spec.rules.matmul import DECODER_MATMUL_LAYOUT_RULES, MATMUL_LAYOUT_RULES
@@ -123,13 +122,9 @@ class Candidate(NamedTuple):
 
 
 def dispatch_choices(request: PlanRequest, ep: int) -> tuple[int, ...]:
-    """In how many parts tokens may go through the experts of `ep` ranks.
-
-    In several only where these are more than a node has, or if that is fixed: inside a node, parts gain little.
-    """
-    allowed = tuple(chunks for chunks in DISPATCH_CHUNKS if request.constraints.allows("chunks", chunks))
-    apart = ep > 1 and (ep > ranks_per_node(request.chips, request.cluster) or 1 not in allowed)
-    return allowed if apart else tuple(chunks for chunks in allowed if chunks == 1)
+    """In how many parts tokens may go through the experts of `ep` ranks."""
+    allowed = (chunks for chunks in DISPATCH_CHUNKS if request.constraints.allows("chunks", chunks))
+    return tuple(chunks for chunks in allowed if ep > 1 or chunks == 1)
 
 
 def context_kind(ring: bool) -> ContextParallel:
