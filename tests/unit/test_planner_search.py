@@ -20,7 +20,7 @@ from danlu.spec.toml import TomlDocument
 
 SMALL = {
     "dense": question(chips=8, cluster=machine(nodes=2)),
-    "dense, little memory": question(chips=8, cluster=machine(nodes=2, memory=11e9), length=4096),
+    "dense, little memory": question(chips=8, cluster=machine(nodes=2, memory=9e9), length=4096),
     "dense, slow network": question(chips=8, cluster=machine(nodes=2, slow=2e9)),
     "dense, 12 chips on nodes of 4": question(chips=12, cluster=machine(nodes=3), sequences=12),
     "dense, 6 chips": question(chips=6, cluster=machine(nodes=3), sequences=12),
