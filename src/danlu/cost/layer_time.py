@@ -148,11 +148,11 @@ class _LayerTimer:
         parts = matmuls if chunks == 1 else (each._replace(rows=-(-each.rows // chunks)) for each in matmuls)
         there, inputs, weights = (chunks * seconds for seconds in self._matmul_times(parts))
         once, back = self._dispatch_time(chunks), inputs + weights
-        forward = forward._replace(linear=forward.linear + there)
-        backward = backward._replace(linear=backward.linear + back)
+        sent = self._expert(chunks, once, forward.compute + there, there)
+        returned = self._expert(chunks, once, backward.compute + back, back)
         return (
-            forward._replace(expert=self._expert(chunks, once, forward.compute, there)),
-            backward._replace(expert=self._expert(chunks, once, backward.compute, back)),
+            forward._replace(linear=forward.linear + there, expert=sent),
+            backward._replace(linear=backward.linear + back, expert=returned),
             weights,
         )
 
