@@ -207,11 +207,26 @@ def danlu(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
 
 
+FURTHER = """
+[[levels]]
+name = "fabric"
+fanout = 2
+bandwidth = "1 GB/s"
+latency = "1 us"
+[[levels.collectives]]
+operation = "p2p"
+ranks = 2
+sizes = [1000, 2000]
+seconds = [1, 2]
+"""
+
+
 def test_algorithms_are_measured_into_a_cluster_file_and_shown(tmp_path: Path) -> None:
-    (tmp_path / "two.toml").write_text(CLUSTER)
-    tuned = danlu(tmp_path, "comm", "tune", "two.toml", "--quick", "-o", "tuned.toml", "--json")
+    (tmp_path / "two.toml").write_text(CLUSTER + FURTHER)
+    tuned = danlu(tmp_path, "comm", "tune", "two.toml", "--ranks", "2", "--quick", "-o", "tuned.toml", "--json")
     assert tuned.returncode == 0, tuned.stderr
-    (level,) = load_cluster(str(tmp_path / "tuned.toml")).levels
+    level, further = load_cluster(str(tmp_path / "tuned.toml")).levels
+    assert further == load_cluster(str(tmp_path / "two.toml")).levels[1], "what these ranks do not reach stays"
     assert {(each.operation, each.algorithm) for each in level.collectives} == {
         *((operation, algorithm) for operation in OPERATIONS[:4] for algorithm in ("library", "memory")),
         ("p2p", "default"),

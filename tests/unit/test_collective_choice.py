@@ -2,7 +2,9 @@
 
 import pytest
 
-from danlu.comm.chosen_collectives import MeasuredChoice
+from danlu.comm.chosen_collectives import ChosenCollectives, MeasuredChoice
+from danlu.comm.level_collectives import LevelCollectives
+from danlu.comm.level_groups import LevelGroups
 from danlu.cost.collectives import all_reduce_time, build_network
 from danlu.report.collective_tables import algorithm_choices
 from danlu.spec import Cluster
@@ -43,6 +45,18 @@ def test_the_fastest_is_chosen_at_every_size() -> None:
     assert choose("all_reduce", 30_000_000) == "levels", "between two sizes the curves are interpolated"
     assert choose("all_to_all", 50_000_000) == "library"
     assert choose("all_gather", 1_000) == "default", "it was not measured"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "answered"), [("levels", True), ("library", False), ("host", True), ("memory", True), ("default", True)]
+)
+def test_a_group_without_the_fastest_algorithm_goes_the_usual_way(chosen: CollectiveAlgorithm, answered: bool) -> None:
+    """Of one rank per host in every supernode, levels and hosts are the same: it has no second way."""
+    own = LevelCollectives(LevelGroups(()))
+    group = ChosenCollectives({"levels": own}, lambda operation, size: chosen)
+    assert group.answers("all_reduce", 8) is answered
+    assert group.answers("all_to_all", 8) is (chosen == "levels"), "the usual way of all-to-alls is the library's"
+    assert not group.answers("all_to_all", 0)
 
 
 def test_groups_that_nothing_was_measured_for_have_no_choice() -> None:

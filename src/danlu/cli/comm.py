@@ -133,6 +133,7 @@ def _measure(
     updated = []
     for level in cluster.levels:
         curves = tuple(round_curve(fit.cluster_entry) for fit in found.fits if fit.level == level.name)
-        updated.append(level.model_copy(update={"collectives": curves}))
+        # What an earlier call has found of levels that these ranks do not reach stays.
+        updated.append(level.model_copy(update={"collectives": curves}) if curves else level)
     source = f"{cluster.source}\nCollectives by algorithm: measured by danlu comm tune, {ranks} ranks at once.".strip()
     return cluster.model_copy(update={"levels": tuple(updated), "source": source})

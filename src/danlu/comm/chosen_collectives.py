@@ -5,6 +5,7 @@ What was not measured (broadcasts, barriers, uneven all-to-alls) goes as in a gr
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -37,14 +38,11 @@ class MeasuredChoice:
         times = self._times[level]
         if times.fastest("all_reduce", ranks, 1.0) is None:
             return None
-        known: dict[tuple[CollectiveOp, int], CollectiveAlgorithm] = {}
 
+        @lru_cache(maxsize=4096)
         def choose(operation: CollectiveOp, size: int) -> CollectiveAlgorithm:
-            key = operation, size
-            if key not in known:
-                found = times.fastest(operation, ranks, size)
-                known[key] = found.algorithm if found else "default"
-            return known[key]
+            found = times.fastest(operation, ranks, size)
+            return found.algorithm if found else "default"
 
         return choose
 
@@ -62,7 +60,10 @@ class TrialChoice:
 
 @dataclass
 class ChosenCollectives:
-    """Collectives of one group by several algorithms; one that is not among them is the library's."""
+    """Collectives of one group by several algorithms, and by the library.
+
+    A group may lack the algorithm that is fastest in the groups that were measured: it goes the usual way then.
+    """
 
     by_algorithm: Mapping[CollectiveAlgorithm, OwnCollectives]
     """The first is taken unasked."""
@@ -85,7 +86,9 @@ class ChosenCollectives:
     def answers(self, operation: Operation, size: int) -> bool:
         """Whether the library is not faster."""
         algorithm = self._algorithm(operation, size)
-        return self._unasked.answers(operation, size) if algorithm == "default" else algorithm in self.by_algorithm
+        if algorithm in self.by_algorithm:
+            return True
+        return algorithm != "library" and self._unasked.answers(operation, size)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce a tensor over all ranks, in place."""

@@ -241,7 +241,7 @@ class PlanPricer:
     ) -> StepPrediction:
         """Memory, and a lower bound on the time over all placements, or over those with the `known` groups.
 
-        And over every number of parts in which tokens may go through their experts, unless it is given.
+        And over every number of parts in which tokens may go through their experts, unless the layout has several.
         """
         predictor, layout = self._relaxed(candidate, known)
         return predictor.predict(layout, memory)

@@ -168,7 +168,7 @@ def find_lab(name: str) -> NetworkLab:
         raise LabError(f'there is no lab "{name}" (up: {up}): make one with `danlu lab up CLUSTER.toml`') from None
     levels = tuple(LabLevel(**level) for level in raw["levels"])
     hosts = tuple(LabHost(**host) for host in raw["hosts"])
-    return NetworkLab(raw["name"], levels, hosts, raw["slower"], raw["remark"], raw["cluster"])
+    return NetworkLab(raw["name"], levels, hosts, raw["slower"], raw["remark"], raw.get("cluster", ""))
 
 
 def sent_bytes(namespace: str, port: str) -> int:
