@@ -78,6 +78,17 @@ def test_no_two_parts_of_a_chart_of_a_plan_share_a_color(theme: str) -> None:
             assert _apart(_color(one, theme), _color(other, theme)) >= 48, (first, second)
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_curve_of_a_run_has_a_color(tmp_path: Path, theme: str) -> None:
+    run = make_run(tmp_path / "mixed")
+    more = {"imbalance": 1.5, "all_to_all_seconds": 0.1, "traffic": {"node": 10**6, "trunk": 10**5}}
+    append(run, [started(steps=3), *(step(number, **more) for number in (1, 2, 3))])
+    curves = re.findall(r'<figure class="chart (\w+)[ "]', write_run_page(run).read_text())
+    assert {"loss", "balance", "exchange", "traffic"} <= set(curves)
+    for curve in curves:
+        assert _color(curve, theme)
+
+
 def test_names_of_operators_are_shown_whole_and_figures_do_not_break() -> None:
     from made_dryruns import made_dryrun
 
