@@ -5,22 +5,25 @@
     python benchmarks/mutations.py --room storage       # those of one file of benchmarks/planted
     python benchmarks/mutations.py --quick --tested     # a sample, for CI: its tests have passed just before
     python benchmarks/mutations.py --list               # names and tests, nothing runs
-    python benchmarks/mutations.py --write              # all, and docs/planted-faults.md with its report
-    python benchmarks/mutations.py --write --resume     # the same, and what was caught at this commit is not run again
+    python benchmarks/mutations.py --write              # also docs/planted-faults.md and its report, row by row
+    python benchmarks/mutations.py --write --minutes 60 # for an hour, those that most need it; others keep their rows
 
 A fault is an edit that a tired engineer could make, with the smallest selection of tests that must fail on it. The same
 selection first has to pass without the fault. Exits with 1 unless every fault was caught.
 """
 
 import argparse
-import json
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from math import inf
 from pathlib import Path
 
+from planted_campaign import Campaign
 from planted_faults import Fault, Outcome, baseline, load_faults, run_fault
-from reports import commit, write_report
+from reports import commit
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,7 +37,8 @@ REPORT = ROOT / "docs" / "reports" / "mutations.json"
 def main() -> int:
     """Plant the requested faults and print what caught them."""
     arguments = _arguments()
-    faults = _chosen(load_faults(ROOT), arguments)
+    every_fault = load_faults(ROOT)
+    faults = _chosen(every_fault, arguments)
     if not faults:
         print("no fault has such a name; --list shows them all", file=sys.stderr)
         return 2
@@ -42,22 +46,19 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.room:12} {fault.name}\n{'':12} {fault.check}")
         return 0
-    outcomes = _plant(faults, arguments.jobs, Journal(arguments.resume, arguments.tested))
+    campaign = Campaign(every_fault, REPORT, PAGE, commit()) if arguments.write else None
+    if campaign:
+        faults = [fault for fault in campaign.order(ROOT) if fault in faults]
+    outcomes = []
+    for outcome in _plant(faults, arguments.jobs, Baselines(arguments.tested), arguments.minutes * 60):
+        outcomes.append(outcome)
+        if campaign:
+            campaign.record(outcome)
     _show(outcomes)
-    lived = [outcome for outcome in outcomes if not outcome.caught]
-    figures = {
-        "faults": len(outcomes),
-        "caught": len(outcomes) - len(lived),
-        "rooms": len({outcome.fault.room for outcome in outcomes}),
-        "rows": [
-            {"room": o.fault.room, "fault": o.fault.name, "caught_by": o.witness, "seconds": round(o.seconds, 1)}
-            for o in outcomes
-        ],
-    }
-    if arguments.write:
-        PAGE.write_text(_page(outcomes))
-        write_report(REPORT, "mutations", figures)
-    print(f"{figures['caught']} of {figures['faults']} planted faults were caught")
+    lived = sum(not outcome.caught for outcome in outcomes)
+    print(f"{len(outcomes) - lived} of {len(outcomes)} planted faults were caught")
+    if waiting := len(faults) - len(outcomes):
+        print(f"{waiting} were not planted in {arguments.minutes:g} minutes")
     return 1 if lived else 0
 
 
@@ -68,12 +69,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the faults marked `quick`")
     parser.add_argument("--jobs", type=int, default=2, help="copies at work at the same time")
     parser.add_argument("--list", action="store_true", help="show the faults, run nothing")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} and its report; all faults only")
-    parser.add_argument("--resume", action="store_true", help="take over what a run at this same commit has found")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} and its report, from a clean commit")
+    parser.add_argument("--minutes", type=float, default=inf, help="begin no further fault after so many minutes")
     parser.add_argument("--tested", action="store_true", help="the tests have just passed here: do not run them first")
     arguments = parser.parse_args()
-    if arguments.write and (arguments.only or arguments.room or arguments.quick or arguments.list or arguments.tested):
-        parser.error("--write is for all faults: leave --only, --room, --quick, --list and --tested out")
+    if arguments.write and arguments.tested:
+        parser.error("--write is for faults whose tests were seen to pass without them: leave --tested out")
+    if arguments.write and not arguments.list and commit().endswith("+changes"):
+        parser.error("--write needs a tree without changes: a row names the commit that a fault was planted at")
     return arguments
 
 
@@ -87,70 +90,44 @@ def _chosen(faults: list[Fault], arguments: argparse.Namespace) -> list[Fault]:
     ]
 
 
-class Journal:
-    """What was found at one commit, kept line by line, so that hours of work survive an interruption.
+class Baselines:
+    """What is wrong with a check without any fault, found once for all its faults."""
 
-    Only good news is taken over: a check that failed or a fault that lived is run again. A tree with changes has none.
-    """
-
-    def __init__(self, resume: bool, tested: bool) -> None:
+    def __init__(self, tested: bool) -> None:
         self._tested = tested
-        self._path = None if commit().endswith("+changes") else ROOT / ".planted" / f"{commit()}.jsonl"
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[str, float]] = {}
-        if resume and self._path is None:
-            raise SystemExit("--resume needs a tree without changes: what was found elsewhere may not hold here")
-        if resume and self._path is not None and self._path.exists():
-            for line in self._path.read_text().splitlines():
-                entry = json.loads(line)
-                self._known[entry["of"]] = (entry["witness"], entry["seconds"])
+        self._found: dict[str, Future[str]] = {}
 
-    def baseline(self, check: str) -> str:
-        """What is wrong with a check without any fault; nothing if it passes."""
-        key = f"check: {check}"
-        if self._tested or key in self._known:
+    def of(self, check: str) -> str:
+        """The test that fails without a fault; nothing if the check passes."""
+        if self._tested:
             return ""
-        if not (unhealthy := baseline(ROOT, check)):
-            self._keep(key, "", 0.0)
-        return unhealthy
-
-    def outcome(self, fault: Fault, unhealthy: str) -> Outcome:
-        """Of planting one fault."""
-        key = f"fault: {fault.room}: {fault.name}"
-        if key in self._known:
-            return Outcome(fault, True, *self._known[key])
-        outcome = run_fault(ROOT, fault, unhealthy)
-        if outcome.caught:
-            self._keep(key, outcome.witness, outcome.seconds)
-        return outcome
-
-    def _keep(self, key: str, witness: str, seconds: float) -> None:
-        if self._path is None:
-            return
         with self._lock:
-            self._path.parent.mkdir(exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps({"of": key, "witness": witness, "seconds": seconds}) + "\n")
+            first = check not in self._found
+            found = self._found.setdefault(check, Future())
+        if first:
+            try:
+                found.set_result(baseline(ROOT, check))
+            except BaseException as error:  # to all who wait for it
+                found.set_exception(error)
+        return found.result()
 
 
-def _plant(faults: list[Fault], jobs: int, journal: Journal) -> list[Outcome]:
-    """Every check without a fault once, then every fault; in their order."""
-    checks = list(dict.fromkeys(fault.check for fault in faults))
+def _plant(faults: list[Fault], jobs: int, baselines: Baselines, seconds: float) -> Iterator[Outcome]:
+    """Every fault as its tests end, but those that were not begun within so many seconds."""
+    deadline = time.monotonic() + seconds
+
+    def run(fault: Fault) -> Outcome | None:
+        return None if time.monotonic() > deadline else run_fault(ROOT, fault, baselines.of(fault.check))
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=not sys.stdout.isatty()) as progress, ThreadPoolExecutor(jobs) as pool:
-        task = progress.add_task("without a fault", total=len(checks))
-        healthy = {}
-        for check, passed in zip(checks, pool.map(journal.baseline, checks), strict=True):
-            healthy[check] = passed
-            progress.advance(task)
-            _line(f"{len(healthy)}/{len(checks)} {check}: {passed or 'passes'}")
         task = progress.add_task("planted faults", total=len(faults))
-        outcomes = []
-        for outcome in pool.map(lambda fault: journal.outcome(fault, healthy[fault.check]), faults):
-            outcomes.append(outcome)
+        for number, future in enumerate(as_completed([pool.submit(run, fault) for fault in faults]), 1):
             progress.advance(task)
-            _line(f"{len(outcomes)}/{len(faults)} {outcome.fault.name}: {outcome.witness}")
-    return outcomes
+            if outcome := future.result():
+                _line(f"{number}/{len(faults)} {outcome.fault.name}: {outcome.witness}")
+                yield outcome
 
 
 def _line(text: str) -> None:
@@ -169,32 +146,6 @@ def _show(outcomes: list[Outcome]) -> None:
         witness = escape(o.witness) if o.caught else f"[bold red]{escape(o.witness)}[/]"
         table.add_row(o.fault.room, escape(o.fault.name), witness, f"{o.seconds:.1f}")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def _page(outcomes: list[Outcome]) -> str:
-    rows = "\n".join(
-        f"| {o.fault.room} | {_cell(o.fault.name)} | {'`' + _cell(o.witness) + '`' if o.caught else '**lived**'} |"
-        for o in outcomes
-    )
-    caught = sum(o.caught for o in outcomes)
-    return f"""# Planted faults
-
-A test is worth what it notices. Each row is an edit that a tired engineer could make, planted in a copy of the tree;
-the same tests pass without it. {caught} of {len(outcomes)} were caught. Made by
-
-    python benchmarks/mutations.py --write
-
-The edits are in `benchmarks/planted`, one file a room. Whoever adds a promise adds its fault there; `--only` plants
-some of them by name, and CI plants a sample.
-
-| room | fault | caught by |
-|---|---|---|
-{rows}
-"""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

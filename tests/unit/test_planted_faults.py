@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from planted_faults import Edit, Fault, baseline, load_faults, plant, run_fault
+from planted_campaign import Campaign, by_need
+from planted_faults import Edit, Fault, Outcome, baseline, load_faults, plant, run_fault
 
 ROOT = Path(__file__).parents[2]
 FAULTS = load_faults(ROOT)
@@ -71,3 +73,30 @@ def test_a_fault_is_caught_by_a_test_that_failed_and_by_nothing_else(
     assert outcome.caught == caught
     assert witness in outcome.witness
     assert (tree / "src/number.py").read_text() == "def two():\n    return 2\n"  # the tree itself is left alone
+
+
+def test_a_campaign_goes_on_where_it_is_needed_most(tmp_path: Path) -> None:
+    """Rows of other commits are kept; what is new, was edited, lived or has changed is planted first."""
+    report, page = tmp_path / "mutations.json", tmp_path / "page.md"
+    new, lived, changed, caught = (
+        Fault("src", name, f"pytest test_{name}.py", (Edit(f"src/{name}.py", "a", "b"),), quick=False)
+        for name in ("new", "lived", "changed", "caught")
+    )
+    campaign = Campaign([new, lived, changed, caught], report, page, "0123456789")
+    campaign.record(Outcome(lived, False, "lived", 1.0))
+    campaign.record(Outcome(caught, True, "test_caught.py::test", 1.0))
+    campaign.record(Outcome(changed, True, "test_changed.py::test", 1.0))
+    edited = replace(caught, edits=(Edit("src/caught.py", "a", "c"),))
+
+    figures = Campaign([caught, new, changed, lived], report, page, "later").figures()
+    assert [figures[key] for key in ("faults", "planted", "caught", "commits")] == [4, 3, 2, 1]
+    assert Campaign([edited], report, page, "later").figures()["planted"] == 0, "an edited fault is another one"
+    assert "| new | not planted yet |" in page.read_text()
+    assert "| lived | **lived**: lived | " in page.read_text()
+
+    rows = {(row["room"], row["fault"]): row for row in figures["rows"]}
+    for files in ({"src/changed.py"}, {"test_changed.py"}):
+        order = by_need([caught, changed, lived, new], rows, lambda _, files=files: files)
+        assert {fault.name for fault in order[:2]} == {"new", "lived"}
+        assert [fault.name for fault in order[2:]] == ["changed", "caught"]
+    assert by_need([caught, changed], rows, lambda _: None) == [caught, changed], "an unknown commit: all have changed"
