@@ -230,3 +230,23 @@ def test_a_run_on_a_lab_outlives_a_host_that_is_switched_off(tmp_path: Path) -> 
         assert not left.stdout, "who is killed takes its ranks along"
     finally:
         assert "namespaces removed" in done(danlu(tmp_path, "lab", "down", NAME))
+
+
+@pytest.mark.full
+def test_collectives_are_tuned_on_the_hosts_of_a_lab(tmp_path: Path) -> None:
+    """Two ranks a host, which share its memory; a rank that fails ends all of them, and its host is named."""
+    if reason := why_no_lab():
+        pytest.skip(reason)
+    first, second = CLUSTER.index('[[levels]]\nname = "supernode"'), CLUSTER.index('[[levels]]\nname = "trunk"')
+    (tmp_path / "cluster.toml").write_text(CLUSTER[:first] + CLUSTER[second:])
+    done(danlu(tmp_path, "lab", "up", "cluster.toml", "--name", NAME))
+    try:
+        tuned = done(danlu(tmp_path, "lab", "tune", "--lab", NAME, "--quick", "-o", "tuned.toml"), 240)
+        assert "written to tuned.toml" in tuned and "memory" in tuned, "ranks of one host share its memory"
+        rows = json.loads(done(danlu(tmp_path, "comm", "show", "tuned.toml", "--json")))
+        assert {(row["level"], row["ranks"]) for row in rows} == {("node", 2), ("trunk", 2), ("trunk", 4)}
+        refused = danlu(tmp_path, "lab", "tune", "--lab", NAME, "--ranks-per-node", "3")
+        output, _ = refused.communicate(timeout=60)
+        assert refused.returncode == 2 and "must be at most the 4 chips" in output and f"host {NAME}-" in output
+    finally:
+        done(danlu(tmp_path, "lab", "down", NAME))

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -21,6 +22,8 @@ app = typer.Typer(no_args_is_help=True, help="A cluster's network on this machin
 LabOption = Annotated[str, typer.Option("--lab", help="Name of the lab.")]
 LabArgument = Annotated[str, typer.Argument(metavar="LAB", help="Name of the lab.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_TUNE_PORT = 29400
+"""Nothing else listens on a lab's hosts."""
 
 
 @app.command()
@@ -111,6 +114,40 @@ def train(
     raise typer.Exit(result.exit_code)
 
 
+@app.command()
+def tune(
+    lab: LabOption = "lab",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the cluster with the measured times here.", metavar="FILE"),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: one per chip of the cluster.")] = None,
+    cluster: ClusterOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A third of the time, less precise.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure every collective by each of its algorithms on all hosts of a lab: `danlu comm tune` on a network.
+
+    The cluster is the lab's own, unless its chips are others than this machine's.
+    """
+    from danlu.scheduler.lab_command import LabCommandError, run_on_hosts
+
+    try:
+        found = find_lab(lab)
+        described = cluster or found.cluster
+        if not described:
+            raise LabError(f'lab "{lab}" is the network of other chips than are here: name a cluster with --cluster')
+        each = ranks_per_node or load_cluster(described).chips_per_node
+        endpoint = f"{found.hosts[0].address}:{_TUNE_PORT}"
+        command = [sys.executable, "-m", "danlu", "comm", "tune", described, "--rdzv-endpoint", endpoint]
+        command += ["--ranks", str(each * len(found.hosts))]
+        command += ["--output", str(output)] if output else []
+        command += ["--quick"] if quick else []
+        run_on_hosts(found, each, [*command, *(["--json"] if as_json else [])])
+    except (LabError, LabCommandError) as error:
+        _fail(error)
+
+
 def _show(lab: NetworkLab, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(lab), indent=2))
@@ -130,6 +167,6 @@ def _show(lab: NetworkLab, as_json: bool) -> None:
         typer.echo(f"warning: {lab.remark}", err=True)
 
 
-def _fail(error: LabError) -> NoReturn:
+def _fail(error: RuntimeError) -> NoReturn:
     typer.echo(str(error), err=True)
     raise typer.Exit(2)
