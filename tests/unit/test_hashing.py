@@ -146,6 +146,9 @@ def test_every_c_file_is_compiled_and_loaded() -> None:
 
 
 def test_a_library_is_of_its_source_as_it_is_now(folder: Path) -> None:
+    for source in folder.glob("*.c"):
+        if source.stem != "gf256":
+            source.unlink()  # each takes seconds to compile
     assert native.build.build() == {}
     load_library("gf256")
     with (folder / "gf256.c").open("a") as source:

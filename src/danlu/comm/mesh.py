@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -75,6 +76,13 @@ class ParallelMesh:
     def group(self, *axes: str) -> ProcessGroup | None:
         """This rank's group along one or several dense axes (one of `GROUP_AXES`); None for a group of one."""
         return self.groups[axes]
+
+    def any_of_sequence(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank that holds shards of the same sequences."""
+        raised = torch.tensor(int(flag), device=self.device)
+        if group := self.group("cp", "tp"):
+            dist.all_reduce(raised, dist.ReduceOp.MAX, group=group)
+        return bool(raised)
 
 
 def build_mesh(plan: Plan, world: World, cluster: Cluster | None, experts: bool) -> ParallelMesh:

@@ -46,8 +46,8 @@ class CompiledBlockChecks:
     """All checks of the blocks that were compiled together; filled as they are called.
 
     `decide` makes ranks agree: it gets whether this rank found a difference, and returns whether any did. It is called
-    once for every kind, by all ranks that run the block together, and by no others: a rank of another pipeline stage
-    may be waiting for this block.
+    once for every kind, by all ranks that call the block together with inputs of the same shapes, and by no others: a
+    rank of another pipeline stage may be waiting for this block, one with other sequences may know the kind.
     """
 
     decide: Decide | None = None

@@ -148,8 +148,10 @@ def apply_parallelism(
     # 2. Recompute inside the graph that is compiled; 3. compile inside the hooks that gather parameters.
     apply_recompute(adapter.recompute_regions(module, plan))
     if plan.compile:
-        # Ranks of other pipeline stages are not in the same block at the same time: there each decides by itself.
-        agree = mesh.world.any_rank if plan.degrees.pp == 1 else None
+        # Ranks that compute the same sequences call the same blocks with the same shapes. Others may not: a module of
+        # `transformers` has a mask on those ranks alone whose sequences are of several documents.
+        experts_wait = plan.degrees.ep > 1 and plan.degrees.pp == 1
+        agree = mesh.world.any_rank if experts_wait else mesh.any_of_sequence
         apply_compile(adapter.blocks(module), plan.check_compiled, agree, reproduce_in)
     # 4. Shard last: it sees the final parameters.
     policy = partial(precision.mixed_precision_policy, dtypes)

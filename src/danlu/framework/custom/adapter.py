@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from danlu.comm.mesh import ParallelMesh
 from danlu.framework import precision
 from danlu.framework.custom.construct import CustomModelError, build_meta_module, build_seeded_module
-from danlu.framework.custom.documents import check_document_support, is_verified_by_name, verify_documents
+from danlu.framework.custom.documents import (
+    check_block_comparison,
+    check_document_support,
+    is_verified_by_name,
+    verify_documents,
+)
 from danlu.framework.custom.experts import (
     apply_expert_parallel,
     balance_experts,
@@ -193,6 +198,7 @@ class CustomModelAdapter(ModuleAdapter):
             )
         if self.recipe.data.document_mask:
             check_document_support(self.meta_module)
+            check_block_comparison(plan)
         if degrees.pp > 1:
             check_pipeline_support(self.meta_module, self.structure, self.forward_trace, plan)
         check_layer_list(self.structure, plan)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.forward_trace import get_logits
 from danlu.framework.custom.verify_tp import TP_TOLERANCE
+from danlu.spec.plan import Plan
 
 POSITIONS = "position_ids"
 """The argument of a module's forward that has each token's position in its document, as transformers calls it."""
@@ -31,6 +32,17 @@ def check_document_support(module: nn.Module) -> None:
             _KEY,
             f'is true, but {type(module).__name__} has the attention "{attention}", which would see other documents',
             f'one of {", ".join(PACKED_ATTENTION)} (attn_implementation="sdpa"); {_ALTERNATIVE}',
+        )
+
+
+def check_block_comparison(plan: Plan) -> None:
+    """Raise `CustomModelError` if a rank would compare a compiled block alone, in which others wait for its experts."""
+    if plan.compile and plan.check_compiled and plan.degrees.ep > 1:
+        raise CustomModelError(
+            _KEY,
+            "is true, and with `compile` a kind of block is compared with eager code when it is first called, which "
+            f"`ep` = {plan.degrees.ep} ranks must do together: some may have sequences of one document and no mask",
+            f"`check_compiled = false` in the plan; {_ALTERNATIVE}",
         )
 
 
