@@ -18,7 +18,7 @@ import danlu.framework.batch_loader
 from danlu.dryrun.dry_run import dry_run_rank
 from danlu.framework.batch_loader import BatchLoader, document_positions
 from danlu.framework.custom.construct import CustomModelError
-from danlu.framework.custom.documents import check_document_support, verify_documents
+from danlu.framework.custom.documents import check_block_comparison, check_document_support, verify_documents
 from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.rope import apply_rope
 from danlu.parallel.batch import IGNORE_INDEX
@@ -94,7 +94,7 @@ def test_a_source_without_marks_is_refused() -> None:
 
 def test_attention_sees_the_earlier_tokens_of_its_document() -> None:
     positions = torch.tensor(POSITIONS)
-    mask = Documents.from_positions(positions, torch.bfloat16).mask_B1SS
+    mask = Documents.from_positions(positions).with_mask(torch.bfloat16).mask_B1SS
     assert mask.shape == (2, 1, 6, 6) and mask.dtype == torch.bfloat16
     document = (positions == 0).cumsum(1)
     for row in range(2):
@@ -132,6 +132,15 @@ class Deaf(brought.PlainModel):
         for layer in self.layers:
             x = layer(x, self.depth_scale * 2)
         return self.score(self.norm(x))
+
+
+def test_a_rank_with_one_document_is_not_waited_for() -> None:
+    """Of compiled blocks with experts: another rank has a mask, and would compare its block with eager code alone."""
+    together = {"degrees": {"shard": 2, "ep": 2}, "compile": True}
+    with pytest.raises(CustomModelError, match="`check_compiled = false` in the plan"):
+        check_block_comparison(Plan.model_validate(together))
+    check_block_comparison(Plan.model_validate(together | {"check_compiled": False}))
+    check_block_comparison(Plan.model_validate({"degrees": {"shard": 2}, "compile": True}))
 
 
 def test_a_module_that_cannot_be_told_is_refused() -> None:

@@ -21,6 +21,7 @@ from danlu.language.checking import check_implementation
 from danlu.language.register import checked_implementation, register_kernels, why_no_kernels
 from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
 from danlu.ops.operators.gated import GATED_PRODUCT
+from danlu.ops.operators.masked_attention import MASKED_ATTENTION
 from danlu.ops.operators.norm import RMS_NORM
 from danlu.ops.operators.rotary import ROTATE
 
@@ -72,7 +73,9 @@ def test_a_wrong_kernel_is_not_used_and_that_is_said_once(interpreted: dict[str,
     assert runs[0] in ("native", "torch")
 
 
-@pytest.mark.parametrize("operator", [RMS_NORM, GATED_PRODUCT, ROTATE, CROSS_ENTROPY], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "operator", [RMS_NORM, GATED_PRODUCT, ROTATE, CROSS_ENTROPY, MASKED_ATTENTION], ids=lambda each: each.name
+)
 def test_the_comparison_accepts_torch_and_finds_what_differs_little(operator: Any) -> None:
     good = operator.implementations[0]
     assert check_implementation(operator, good, "cpu", torch.float32) == []

@@ -121,7 +121,7 @@ def test_it_is_its_definition(variant: str) -> None:
 def test_documents_do_not_see_each_other(variant: str) -> None:
     layer, x = made(tiny(**VARIANTS[variant])), stream()
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
-    found = layer(x, Documents.from_positions(positions, x.dtype))
+    found = layer(x, Documents.from_positions(positions))
     expected = torch.cat((layer(x[:, :4]), layer(x[:, 4:])), dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert (found - layer(x)).abs().max() > 1e-3

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,14 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from danlu import native
+from danlu.framework.decoder.attention import Documents
+from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.moe import MoeLayer
 from danlu.memory.recompute import RecomputeRegion, apply_recompute
-from danlu.ops.operators import cpu, experts, gated, norm, rotary
+from danlu.ops.operators import cpu, experts, gated, masked_attention, norm, rotary
 from danlu.ops.operators import cross_entropy as loss
 from danlu.ops.operators.operator import Operator
 from danlu.parallel.batch import IGNORE_INDEX
 from danlu.parallel.loss import cross_entropy_sum
-from danlu.spec.model import Moe
+from danlu.spec.model import Model, Moe
 from danlu.torch_compat import grouped_mm
 
 needs_grouped_mm = pytest.mark.skipif(grouped_mm is None, reason="torch 2.9 has no grouped product")
@@ -124,6 +127,74 @@ def test_rotate(
     )
 
 
+def first_keys(seed: int, sequences: int, length: int, mean: int, window: int | None) -> Tensor:
+    """Of documents whose lengths are drawn, seen through a window."""
+    random, rows = np.random.default_rng(seed), []
+    for _ in range(sequences):
+        begins = np.unique(np.append(0, random.integers(0, length, length // mean)))
+        rows.append(np.repeat(begins, np.diff(np.append(begins, length))))
+    first_BS = np.stack(rows)
+    if window is not None:
+        first_BS = np.maximum(first_BS, np.arange(length) - (window - 1))
+    return torch.from_numpy(first_BS).to(torch.int32)
+
+
+@DRAWN
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 300), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.integers(1, 40)),
+    st.sampled_from([2, 30, 100, 1000]), st.sampled_from([None, None, 1, 5, 70, 200]), st.booleans(),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), seeds,
+)  # fmt: skip
+def test_masked_attention(
+    sizes: tuple[int, int, tuple[int, int], int], mean: int, window: int | None, alike: bool, dtype: torch.dtype,
+    seed: int,
+) -> None:  # fmt: skip
+    sequences, length, (heads, groups), width = sizes
+    first = first_keys(seed, 1 if alike else sequences, length, mean, window)
+    assert_within(
+        masked_attention.MASKED_ATTENTION,
+        lambda q, k, v: masked_attention.masked_attention(q, k, v, first, width**-0.5, window),
+        lambda q, k, v: masked_attention.reference(q, k, v, first, width**-0.5),
+        [
+            values(seed + number, sequences, length, count, width)
+            for number, count in enumerate((heads, groups, groups))
+        ],
+        dtype,
+        cancels=width**0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mean", "window", "at_most"), [(1000, None, 1.01), (100, None, 1.8), (8000, 1024, 1.3), (1000, 128, 2.0)]
+)
+def test_little_is_attended_to_that_nobody_sees(mean: int, window: int | None, at_most: float) -> None:
+    first = first_keys(3, 1, 8192, mean, window)[0].numpy()
+    computed = 0
+    for piece in masked_attention.pieces(first):
+        queries, keys = (each.stop - each.start for each in (piece.queries, piece.keys))
+        computed += queries * (queries + 1) // 2 if piece.causal else queries * keys
+    assert 1 <= computed / float((np.arange(8192) - first + 1).sum()) <= at_most
+
+
+def test_selective_recompute_keeps_what_attention_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    attended: list[str] = []
+    runs = masked_attention.MASKED_ATTENTION.implementations[0]
+
+    def forward(*inputs: Any) -> Any:
+        attended.append("once")
+        return runs.forward(*inputs)
+
+    monkeypatch.setattr(masked_attention.MASKED_ATTENTION, "implementations", [replace(runs, forward=forward)])
+    model = Model.model_validate(
+        {"vocabulary": 9, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "sequence": 8, "window": 3}
+    )
+    block = Decoder(model).blocks["0"]
+    apply_recompute([RecomputeRegion(block, "selective")])
+    documents = Documents.causal(8, torch.device("cpu"), 3)
+    block(torch.randn(2, 8, 16, requires_grad=True), documents).sum().backward()
+    assert len(attended) == 1
+
+
 @DRAWN
 @given(st.integers(1, 20), widths, dtypes, st.sampled_from([1.0, 20.0]), st.booleans(), seeds)
 def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype, scale: float, ignored: bool, seed: int) -> None:
@@ -190,12 +261,17 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
     ops, checks = torch.ops.danlu, ("test_schema", "test_autograd_registration", "test_faketensor")
     angle = torch.linspace(0, 3, 20).view(5, 4)
     targets, sums = torch.arange(4), torch.ones(4)
+    first = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]], dtype=torch.int32)
+    q, k, v = of(2, 5, 4, 8).detach(), of(2, 5, 2, 8).detach(), of(2, 5, 2, 8).detach()
+    attended = of(2, 5, 4, 8).detach(), q, k, v, *ops.masked_attention(q, k, v, first, 0.3, 0)
     cases: list[tuple[object, tuple[object, ...]]] = [
         (ops.rms_norm.default, (of(3, 8), of(8), 1e-6, 0.0)),
         (ops.rms_norm_backward.default, (of(3, 8).detach(), of(3, 8).detach(), of(8).detach(), torch.ones(3), 0.0)),
         (ops.gated_product.default, (of(3, 8), of(3, 8), "swiglu")),
         (ops.gated_product_backward.default, (*(of(3, 8).detach() for _ in range(3)), "geglu")),
         (ops.rotate.default, (of(2, 5, 3, 8), angle.cos(), angle.sin())),
+        (ops.masked_attention.default, (of(2, 5, 4, 8), of(2, 5, 2, 8), of(2, 5, 2, 8), first, 0.3, 0)),
+        (ops.masked_attention_backward.default, (*attended, first, 0.3, 0)),
         (ops.softmax_sums.default, (of(4, 9).detach(), targets, 0)),
         (ops.cross_entropy_backward.default, (of(4, 9).detach(), targets, sums, sums, sums, 0)),
         (ops.grouped_mm.default, (of(5, 8), of(2, 8, 4), [2, 3])),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from danlu import torch_compat
 from danlu.memory.recompute import SAVED_OPS
-from danlu.parallel import attention_block
-from danlu.parallel.attention_block import BlockMask, attend, attend_backward, merge
+from danlu.ops.operators import attention_block
+from danlu.ops.operators.attention_block import BlockMask, attend, attend_backward, merge
 from danlu.parallel.ring_attention import DECOMPOSITIONS, ring_blocks
 from danlu.parallel.sequence_shard import SequenceShard, sequence_shard
 

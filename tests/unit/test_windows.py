@@ -12,7 +12,7 @@ from danlu.cost import count_parameters, flops_per_token
 from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.score_attention import attend_by_scores
-from danlu.ops.attention import causal_pairs, mask_bytes, needs_mask
+from danlu.ops.attention import causal_pairs, computed_pairs, mask_bytes
 from danlu.ops.layer_shard import LayerShard
 from danlu.ops.model_shape import model_shape
 from danlu.spec import Model
@@ -44,23 +44,26 @@ def tokens(rows: int, length: int) -> Tensor:
 def test_a_token_sees_the_latest_of_its_document(window: int | None) -> None:
     positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
     document = (positions == 0).cumsum(1)
-    packed = Documents.from_positions(positions, torch.bfloat16, window).mask_B1SS
-    alone = Documents.causal(12, torch.float32, torch.device("cpu"), window).mask_B1SS
+    documents = Documents.from_positions(positions, window)
+    sequence = Documents.causal(12, torch.device("cpu"), window)
+    packed, alone = documents.with_mask(torch.bfloat16).mask_B1SS, sequence.with_mask(torch.float32).mask_B1SS
     assert packed.shape == (2, 1, 12, 12) and alone.shape == (1, 1, 12, 12)
     assert packed.dtype == torch.bfloat16 and alone.dtype == torch.float32
     for query in range(12):
         for key in range(12):
             near = key <= query and (window is None or query - key < window)
             assert alone[0, 0, query, key] == (0.0 if near else -torch.inf)
+            assert near == (sequence.first_BS[0, query] <= key <= query)
             for row in range(2):
                 visible = near and document[row, key] == document[row, query]
                 assert packed[row, 0, query, key] == (0.0 if visible else -torch.inf)
+                assert visible == (documents.first_BS[row, query] <= key <= query)
 
 
 def test_scores_without_sinks_and_cap_are_the_fused_kernel() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
-    mask = Documents.causal(9, torch.float32, torch.device("cpu"), 4).mask_B1SS
+    mask = Documents.causal(9, torch.device("cpu"), 4).with_mask(torch.float32).mask_B1SS
     found = attend_by_scores(q, k, v, mask, scale=0.3, softcap=None, sinks_H=None)
     fused = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
     assert torch.allclose(found, fused, atol=1e-6)
@@ -70,7 +73,7 @@ def test_scores_one_by_one() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 6, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)
-    mask = Documents.causal(6, torch.float32, torch.device("cpu"), 3).mask_B1SS
+    mask = Documents.causal(6, torch.device("cpu"), 3).with_mask(torch.float32).mask_B1SS
     found = attend_by_scores(q, k, v, mask, scale=0.5, softcap=1.5, sinks_H=sinks)
     for head in range(4):
         for query in range(6):
@@ -147,18 +150,26 @@ def test_pairs_are_those_of_the_mask(window: int) -> None:
     assert causal_pairs(11, 11, window) == int(seen.sum())
 
 
-def test_a_window_needs_fewer_flops_and_computes_more() -> None:
-    """The mathematics needs the pairs in the window; kernels with a mask in memory compute all of them."""
+def test_a_window_needs_and_computes_fewer_pairs() -> None:
+    """Not so where scores are in memory: there a mask is too, and every pair is computed."""
     plain, windowed, mixed = (model(**changes) for changes in ({}, {"window": 8}, {"window": 8, "global_every": 2}))
     core = 12.0 * 4 * 8 / 64
     saved = flops_per_token(plain, 64) - flops_per_token(windowed, 64)
     assert saved == pytest.approx(core * 6 * (causal_pairs(64, 64) - causal_pairs(64, 64, 8)), rel=0.05)
     assert flops_per_token(plain, 64) - flops_per_token(mixed, 64) == pytest.approx(saved / 2)
     shard = LayerShard(model_shape(mixed), sequences=3, length=64)
-    assert needs_mask(shard, local=True, documents=False) and not needs_mask(shard, local=False, documents=False)
-    assert not needs_mask(shard._replace(length=8), local=True, documents=False)
-    assert mask_bytes(shard, 2, documents=False) == 2 * 64**2
-    assert mask_bytes(shard, 2, documents=True) == 2 * 2 * 3 * 64**2
-    everywhere = shard._replace(model=model_shape(windowed))
+    for documents in (False, True):
+        assert computed_pairs(shard, local=True, documents=documents) == causal_pairs(64, 64, 8)
+        assert computed_pairs(shard, local=False, documents=documents) == 64**2 / 2
+        assert computed_pairs(shard._replace(length=8), local=True, documents=documents) == 8**2 / 2
+        assert mask_bytes(shard, 2, documents=documents) == 0.0
+    assert computed_pairs(shard._replace(cp=4), local=False, documents=True) == 64**2 / 2 / 4
+    ring = shard._replace(cp=4, ring=True)
+    assert computed_pairs(ring, local=False, documents=True) == (1 + 1 / 4) * 64**2 / 2 / 4
+    assert computed_pairs(ring, local=False, documents=False) == 64**2 / 2 / 4
+    capped = shard._replace(model=model_shape(model(window=8, global_every=2, score_softcap=3.0)))
+    assert computed_pairs(capped, local=True, documents=False) == 64**2
+    assert mask_bytes(capped, 2, documents=False) == 2 * 2 * 64**2
+    assert mask_bytes(capped, 2, documents=True) == 2 * 2 * 3 * 64**2
+    everywhere = capped._replace(model=model_shape(model(window=8, score_softcap=3.0)))
     assert mask_bytes(everywhere, 2, documents=True) == 2 * 3 * 64**2
-    assert mask_bytes(shard._replace(model=model_shape(plain)), 2, documents=False) == 0.0

@@ -223,9 +223,10 @@ class _LayerTimer:
             return flash_attention_time(device, shard.sequences, heads, queries, keys, head, backward=backward)
 
         forward, backward = over(shard.length, False), over(shard.length, True)
-        if attention.needs_mask(shard, local=self.windowed, documents=software.document_mask):
-            times = 2 * attention.masked_share(shard)  # of the causal half, which `flash_attention_time` counts
-            return times * forward, times * backward
+        if self.windowed or software.document_mask:
+            pairs = attention.computed_pairs(shard, local=self.windowed, documents=software.document_mask)
+            keys = 2.0 * pairs / queries  # of which `flash_attention_time` counts the causal half
+            return over(keys, False), over(keys, True)
         if 0 < software.sliding_window < shard.length:
             # Twice the mean number of tokens attended to, as `flash_attention_time` counts the causal half of it.
             keys = 2.0 * software.sliding_window - software.sliding_window**2 / shard.length

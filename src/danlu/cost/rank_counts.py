@@ -53,13 +53,12 @@ class RankCounter(LayoutShapes):
         Recompute stops before a block's last matmul, whose result is not needed.
         """
         shape, shard = self.shape, self.shard
-        batch, all_pairs = shard.sequences * (shape.heads // shard.tp), shard.length**2 / shard.cp
+        batch = shard.sequences * (shape.heads // shard.tp)
         # With its scores in memory, attention does not compute them again in the backward pass.
         backward = 2.0 if shape.by_scores else attention.BACKWARD_TO_FORWARD
         total = 0.0
         for (moe, recompute, local), count in contents.runs:
-            masked = attention.needs_mask(shard, local=local, documents=self.software.document_mask)
-            pairs = all_pairs * (attention.masked_share(shard) if masked else 0.5)
+            pairs = attention.computed_pairs(shard, local=local, documents=self.software.document_mask)
             core = attention.core_flops(batch, pairs, *shard.core_widths)
             linear = sum(matmul.flops for matmul in (*layer.matmuls(shard, moe), *layer.expert_matmuls(shard, moe)))
             last = layer.last_matmul(shard, moe)

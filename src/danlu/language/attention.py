@@ -138,7 +138,7 @@ def attention(q_BSHW: Tensor, k_BSGW: Tensor, v_BSGW: Tensor, first_BS: Tensor, 
     y_BSHW = torch.empty_like(q_BSHW)
     logsumexp_BHS = q_BSHW.new_empty(sequences, heads, length, dtype=torch.float32)
     shapes = {"sequences": sequences, "length": length, "heads": heads, "width": width}
-    tensors = q_BSHW, k_BSGW, v_BSGW, _as_int32(first_BS), y_BSHW, logsumexp_BHS
+    tensors = q_BSHW, k_BSGW, v_BSGW, _of_every_sequence(first_BS, sequences), y_BSHW, logsumexp_BHS
     launch(ATTENTION_FORWARD, shapes, q_BSHW, *tensors, length, heads, k_BSGW.shape[2], width, scale)
     return y_BSHW, logsumexp_BHS
 
@@ -159,7 +159,7 @@ def attention_backward(
     q_BSHW, k_BSGW, v_BSGW = q_BSHW.contiguous(), k_BSGW.contiguous(), v_BSGW.contiguous()
     gradients = torch.empty_like(q_BSHW), torch.empty_like(k_BSGW), torch.empty_like(v_BSGW)
     delta_BHS = torch.empty_like(logsumexp_BHS)
-    first_BS = _as_int32(first_BS)
+    first_BS = _of_every_sequence(first_BS, sequences)
     key_S = torch.arange(length, device=q_BSHW.device, dtype=torch.int32)
     # Queries that see a key end where the first key that a query may see is beyond it.
     last_BS = torch.searchsorted(first_BS, key_S.expand(sequences, -1).contiguous(), right=True, out_int32=True)
@@ -171,5 +171,5 @@ def attention_backward(
     return gradients
 
 
-def _as_int32(first_BS: Tensor) -> Tensor:
-    return first_BS.to(torch.int32).contiguous()
+def _of_every_sequence(first_BS: Tensor, sequences: int) -> Tensor:
+    return first_BS.to(torch.int32).expand(sequences, -1).contiguous()

@@ -139,9 +139,32 @@ def _cross_entropy(
         yield "of logits that are all -inf", (nothing + 1.0, torch.ones(rows, dtype=torch.float64))
 
 
+def _masked_attention(
+    operator: Operator, implementation: Implementation, device: torch.device, dtype: torch.dtype
+) -> Cases:
+    """Documents that begin inside of a tile; and a window, alike in both sequences, with fewer heads of keys."""
+    length = 150
+    place = torch.arange(length)
+    documents = torch.stack([place // 23 * 23, place // 131 * 131])
+    window = (place - 32).clamp(min=0)[None]  # the last query that sees the last key of a tile begins its own
+    for name, first, heads, groups, width in (("documents", documents, 2, 2, 24), ("a window", window, 4, 2, 16)):
+        values = _Values(device, dtype)
+        q, k, v = (values.draw(2, length, count, width) for count in (heads, groups, groups))
+        upstream = values.draw(2, length, heads, width)
+        expected = operator.reference(q, k, v, first, 0.3)
+        gradients = torch.autograd.grad(expected, (q, k, v), upstream)
+        mine, seen = [values.move(each) for each in (q, k, v)], first.to(torch.int32).to(device)
+        y, logsumexp = implementation.forward(*mine, seen, 0.3)
+        found = implementation.backward(values.move(upstream), *mine, y, logsumexp, seen, 0.3)
+        yield f"of {name}", (y, expected)
+        for of, got, wanted in zip(("queries", "keys", "values"), found, gradients, strict=True):
+            yield f"gradient of {of} of {name}", (got, wanted)
+
+
 _CASES: dict[str, _Check] = {
     "rms_norm": _rms_norm,
     "gated_product": _gated_product,
     "rotate": _rotate,
     "cross_entropy": _cross_entropy,
+    "masked_attention": _masked_attention,
 }

@@ -11,6 +11,7 @@ import torch
 from danlu.language.checking import check_implementation
 from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
 from danlu.ops.operators.gated import GATED_PRODUCT
+from danlu.ops.operators.masked_attention import MASKED_ATTENTION
 from danlu.ops.operators.norm import RMS_NORM
 from danlu.ops.operators.operator import Implementation, Operator
 from danlu.ops.operators.rotary import ROTATE
@@ -43,7 +44,8 @@ def use_kernels(device: torch.device) -> None:
     if reason := why_no_kernels(device.type):
         warnings.warn(
             "norms, activations, rotations and losses run as several operators of torch each, which moves their "
-            f"tensors two to four times: {reason}",
+            "tensors two to four times, and attention of documents or windows document by document, for which the "
+            f"host waits in every layer: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -133,11 +135,12 @@ def why_no_kernels(device_type: str) -> str | None:
 
 def _kernels() -> list[tuple[Operator, Callable[..., Any], Callable[..., Any]]]:
     """Operators with their forward and backward by kernels."""
-    from danlu.language import cross_entropy, gated, norm, rotary
+    from danlu.language import attention, cross_entropy, gated, norm, rotary
 
     return [
         (RMS_NORM, norm.rms_norm, norm.rms_norm_backward),
         (GATED_PRODUCT, gated.gated_product, gated.gated_product_backward),
         (ROTATE, rotary.rotate, rotary.rotate_backward),
         (CROSS_ENTROPY, cross_entropy.softmax_sums, cross_entropy.cross_entropy_backward),
+        (MASKED_ATTENTION, attention.attention, attention.attention_backward),
     ]

@@ -66,30 +66,29 @@ def core_flops(
     return 2.0 * batch * pairs * widths
 
 
-def needs_mask(shard: LayerShard, *, local: bool, documents: bool) -> bool:
-    """Whether a layer, `local` if it has a window, has a mask in memory, with which kernels compute every pair."""
-    return documents or shard.model.by_scores or (local and shard.model.window < shard.length)
+def computed_pairs(shard: LayerShard, *, local: bool, documents: bool) -> float:
+    """Pairs of positions of a sequence that a rank computes in a layer, `local` if it has a window.
 
-
-def masked_share(shard: LayerShard) -> float:
-    """Share of all pairs of positions that is computed where a mask in memory keeps documents apart.
-
-    A kernel that is given a mask computes every pair. A ring gives it no block without visible pairs, so that it
-    computes the causal half, and the other half of the block of a rank's own positions.
+    All of them where scores are in memory. Where documents end is not known beforehand: none ends, which no batch
+    exceeds. A ring masks them block by block, of which it computes whole those of a rank's own positions.
     """
-    return 0.5 * (1 + 1 / shard.cp) if shard.ring else 1.0
+    length, window = shard.length, shard.model.window if local else 0
+    if shard.model.by_scores:
+        return length**2 / shard.cp
+    if shard.ring and documents:
+        return 0.5 * (1 + 1 / shard.cp) * length**2 / shard.cp
+    return (causal_pairs(length, length, window) if 0 < window < length else length**2 / 2) / shard.cp
 
 
 def mask_bytes(shard: LayerShard, element_bytes: int, *, documents: bool) -> float:
-    """Bytes of the masks of documents and windows, over full sequences even with `cp`.
+    """Bytes of the masks of scores in memory, over full sequences even with `cp`.
 
-    One serves all layers with a window and one all others; without documents it also serves all sequences. A ring has
-    none: each rank makes what it needs of it, block by block.
+    One serves all layers with a window and one all others; without documents it also serves all sequences.
     """
-    if shard.ring and shard.cp > 1:
+    if not shard.model.by_scores:
         return 0.0
     windowed = 0 < shard.model.window < shard.length
-    masks = windowed + ((documents or shard.model.by_scores) and not (windowed and shard.model.all_local))
+    masks = windowed + (not (windowed and shard.model.all_local))
     return float(element_bytes) * masks * (shard.sequences if documents else 1) * shard.length**2
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from danlu.parallel.attention_block import BlockMask, attend, attend_backward, hidden_score, merge
+from danlu.ops.operators.attention_block import BlockMask, attend, attend_backward, hidden_score, merge
 from danlu.parallel.sequence_shard import SequenceShard
 from danlu.torch_compat import resolve_process_group
 

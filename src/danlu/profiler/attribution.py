@@ -25,7 +25,7 @@ Stage = Literal["batch", "passes", "metrics", "optimizer"]
 ENDS = ("embed", "head", "loss")
 """Modules whose time is the part `head`, with the collectives inside them."""
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_grouped_mm", "grouped_mm", "_scaled_mm", "einsum")
-_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
+_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention", "masked_attention")
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _ACCUMULATE = "AccumulateGrad"
 _FUNCTIONAL = "_c10d_functional::"

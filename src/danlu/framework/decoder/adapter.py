@@ -60,7 +60,7 @@ class DecoderAdapter:
             ring = self.plan.context_parallel == "ring"
             attentions = (block.get_submodule("attention") for block in self.blocks(stage_module))
             (apply_ring if ring else apply_cp)(attentions, group)
-            decoder.mask_documents = not ring
+            decoder.finds_documents = not ring
             if decoder.embed is not None:
                 decoder.embed.shard = sequence_shard(mesh)
         decoder.sequence_ranks = self.plan.degrees.cp * self.plan.degrees.tp

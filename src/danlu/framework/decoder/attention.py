@@ -15,6 +15,7 @@ from danlu.framework.decoder.kv_cache import KVCache
 from danlu.framework.decoder.norm import build_norm
 from danlu.framework.decoder.rope import apply_rope
 from danlu.framework.decoder.score_attention import attend_by_scores
+from danlu.ops.operators.masked_attention import masked_attention
 from danlu.spec.model import Model, RopeScaling
 
 
@@ -23,34 +24,37 @@ class Documents(NamedTuple):
 
     positions_BS: Tensor | None
     """Of every token in its document, over the full sequences; None if a sequence is one."""
-    mask_B1SS: Tensor | None = None
-    """Added to the scores: 0 for the earlier tokens of the same document and window, else -inf.
+    first_BS: Tensor | None = None
+    """The first token that every token sees, in int32; one row if it is the same in all sequences.
 
-    None if attention makes its own.
+    None if attention finds it from the positions.
     """
+    mask_B1SS: Tensor | None = None
+    """Added to scores that are in memory, in their dtype: 0 for what is seen, else -inf."""
 
     @classmethod
-    def from_positions(cls, positions_BS: Tensor, dtype: torch.dtype, window: int | None = None) -> Self:
-        """A mask in the dtype of queries and keys, which all layers share: a boolean one would be converted by each."""
+    def from_positions(cls, positions_BS: Tensor, window: int | None = None) -> Self:
+        """Of sequences with several documents."""
         key_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
         first_BS = key_S - positions_BS
         if window is not None:
             first_BS = torch.maximum(first_BS, key_S - (window - 1))
-        return cls(positions_BS, _additive_mask(first_BS, key_S, dtype))
+        return cls(positions_BS, first_BS.to(torch.int32))
 
     @classmethod
-    def causal(cls, length: int, dtype: torch.dtype, device: torch.device, window: int | None = None) -> Self:
+    def causal(cls, length: int, device: torch.device, window: int | None = None) -> Self:
         """Of sequences that are one document each."""
-        key_S = torch.arange(length, device=device)
-        first_S = torch.zeros_like(key_S) if window is None else key_S - (window - 1)
-        return cls(None, _additive_mask(first_S[None], key_S, dtype))
+        key_S = torch.arange(length, device=device, dtype=torch.int32)
+        first_S = torch.zeros_like(key_S) if window is None else (key_S - (window - 1)).clamp(min=0)
+        return cls(None, first_S[None])
 
-
-def _additive_mask(first_BS: Tensor, key_S: Tensor, dtype: torch.dtype) -> Tensor:
-    """Hides the keys before the first one that a query sees, and those after it."""
-    hidden_BSS = (key_S < first_BS[..., None]) | (key_S > key_S[:, None])
-    mask_BSS = torch.zeros(hidden_BSS.shape, dtype=dtype, device=key_S.device)
-    return mask_BSS.masked_fill_(hidden_BSS, -math.inf)[:, None]
+    def with_mask(self, dtype: torch.dtype) -> Self:
+        """With a mask in the dtype of queries and keys, for all layers that have their scores in memory."""
+        assert self.first_BS is not None
+        key_S = torch.arange(self.first_BS.shape[1], device=self.first_BS.device)
+        hidden_BSS = (key_S < self.first_BS[..., None]) | (key_S > key_S[:, None])
+        mask_BSS = torch.zeros(hidden_BSS.shape, dtype=dtype, device=key_S.device)
+        return self._replace(mask_B1SS=mask_BSS.masked_fill_(hidden_BSS, -math.inf)[:, None])
 
 
 class CoreAttention(nn.Module):
@@ -93,9 +97,12 @@ class CoreAttention(nn.Module):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attend; the result has the shape of `q_BSHW`."""
-        positions_BS, mask = (None, None) if documents is None else documents
+        positions_BS, first_BS, mask = (None, None, None) if documents is None else documents
         q_BSHW, k_BSKW = self.rotate(q_BSHW, k_BSKW, positions_BS)
-        return self._attend(q_BSHW, k_BSKW, v_BSKW, mask, sinks_H)
+        if first_BS is None or self.by_scores:
+            return self._attend(q_BSHW, k_BSKW, v_BSKW, mask, sinks_H)
+        scale = q_BSHW.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return masked_attention(q_BSHW, k_BSKW, v_BSKW, first_BS, scale, self.window)
 
     def extend(
         self, q_BSHW: Tensor, k_BSKW: Tensor, v_BSKW: Tensor, cache: KVCache, sinks_H: Tensor | None = None

@@ -122,8 +122,8 @@ class Decoder(nn.Module):
         self.window, self.masks_all = model.window, model.materializes_scores
         self.sequence_ranks = 1
         """Ranks over which hidden states are sharded by sequence: of `cp` and `tp`."""
-        self.mask_documents = True
-        """Make the mask of documents for all layers; off where attention makes its own, block by block."""
+        self.finds_documents = True
+        """Find what every token sees for all layers; off where attention does so itself, for its part of a sequence."""
         self.mtp: nn.ModuleList | None = None
         self.mtp_losses: MtpLosses | None = None
         if model.mtp and last:
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         if self.first:
             assert self.embed is not None
             x = self.embed(x, positions)
-        local, documents = self._masks(x, positions)
+        local, documents = self._visible(x, positions)
         for block in self.blocks.values():
             x = block(x, documents if block.window is None else local)
         if self.head is None:
@@ -178,20 +178,22 @@ class Decoder(nn.Module):
             x_BSD = module(x_BSD, embedded_BSD, documents if window is None else local)
             yield self.head(x_BSD, normed=True)
 
-    def _masks(self, x_BSD: Tensor, positions: Tensor | None) -> tuple[Documents | None, Documents | None]:
-        """What layers with a window see, and the others; one mask for all layers of a kind."""
-        length, dtype = x_BSD.shape[1] * self.sequence_ranks, x_BSD.dtype
+    def _visible(self, x_BSD: Tensor, positions: Tensor | None) -> tuple[Documents | None, Documents | None]:
+        """What layers with a window see, and the others."""
+        length = x_BSD.shape[1] * self.sequence_ranks
 
-        def mask(window: int | None) -> Documents | None:
-            if positions is not None:
-                return (
-                    Documents.from_positions(positions, dtype, window) if self.mask_documents else Documents(positions)
-                )
-            if window is None and not self.masks_all:
+        def documents(window: int | None) -> Documents | None:
+            if positions is not None and not self.finds_documents:
+                return Documents(positions)
+            if positions is None and window is None and not self.masks_all:
                 return None
-            return Documents.causal(length, dtype, x_BSD.device, window)
+            if positions is None:
+                found = Documents.causal(length, x_BSD.device, window)
+            else:
+                found = Documents.from_positions(positions, window)
+            return found.with_mask(x_BSD.dtype) if self.masks_all else found
 
         if self.window is None or self.window >= length:
-            return (documents := mask(None)), documents
+            return (everything := documents(None)), everything
         all_local = all(block.window is not None for block in self.blocks.values())
-        return mask(self.window), None if all_local else mask(None)
+        return documents(self.window), None if all_local else documents(None)

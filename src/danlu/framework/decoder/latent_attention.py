@@ -13,6 +13,7 @@ from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.kv_cache import KVCache
 from danlu.framework.decoder.norm import RMSNorm
 from danlu.framework.decoder.rope import apply_rope
+from danlu.ops.operators.masked_attention import masked_attention
 from danlu.spec.model import Model, RopeScaling
 
 LATENT_NORM_EPSILON = 1e-6
@@ -32,14 +33,17 @@ class LatentCoreAttention(nn.Module):
 
     def forward(self, q_BSHW: Tensor, k_BSHW: Tensor, v_BSHV: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend; the result has the shape of `v_BSHV`."""
-        positions_BS, mask = (None, None) if documents is None else documents
+        positions_BS, first_BS = (None, None) if documents is None else documents[:2]
         q, k = (self._rotate_last(x, positions_BS) for x in (q_BSHW, k_BSHW))
         # Kernels that keep no scores in memory want one width: what zeros add to a value is cut off again.
         width, v_width = q.shape[-1], v_BSHV.shape[-1]
         missing, beyond = max(0, width - v_width), max(0, v_width - width)
-        q, k = ((F.pad(x, (0, beyond)) if beyond else x).transpose(1, 2) for x in (q, k))
-        v = (F.pad(v_BSHV, (0, missing)) if missing else v_BSHV).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
+        q, k = (F.pad(x, (0, beyond)) if beyond else x for x in (q, k))
+        v = F.pad(v_BSHV, (0, missing)) if missing else v_BSHV
+        if first_BS is not None:
+            return masked_attention(q, k, v, first_BS, self.scale)[..., :v_width]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return attended.transpose(1, 2)[..., :v_width]
 
     def rotate(self, x_BSHR: Tensor, positions_BS: Tensor | None) -> Tensor:

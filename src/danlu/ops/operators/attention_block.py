@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.ops.operators.operator import precise
 from danlu.torch_compat import flash_attention, flash_attention_backward
 
 
@@ -32,10 +33,15 @@ def hidden_score(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2
 
 
-def attend(q_BHSW: Tensor, k_BKTW: Tensor, v_BKTW: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """The result for every query over these keys alone, in the dtype of the queries, and its log-sum-exp in fp32."""
+def attend(
+    q_BHSW: Tensor, k_BKTW: Tensor, v_BKTW: Tensor, mask: BlockMask, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The result for every query over these keys alone, in the dtype of the queries, and its log-sum-exp.
+
+    Scores are scaled by one over the root of the width, unless `scale` says otherwise.
+    """
     k_BHTW, v_BHTW = (_repeat_heads(x, q_BHSW.shape[1]) for x in (k_BKTW, v_BKTW))
-    scale, width = 1 / math.sqrt(q_BHSW.shape[-1]), v_BHTW.shape[-1]
+    scale, width = _scale(q_BHSW, scale), v_BHTW.shape[-1]
     q, k, v = _same_width(q_BHSW, k_BHTW, v_BHTW)
     found = flash_attention(q, k, v, causal=mask.causal, added=mask.added_B1ST, scale=scale)
     if found is not None:
@@ -54,11 +60,12 @@ def attend_backward(
     out_BHSW: Tensor,
     logsumexp_BHS: Tensor,
     mask: BlockMask,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values from these keys; result and log-sum-exp are those over all keys."""
     heads, kv_heads = q_BHSW.shape[1], k_BKTW.shape[1]
     k_BHTW, v_BHTW = (_repeat_heads(x, heads) for x in (k_BKTW, v_BKTW))
-    scale, widths = 1 / math.sqrt(q_BHSW.shape[-1]), (q_BHSW.shape[-1], k_BKTW.shape[-1], v_BKTW.shape[-1])
+    scale, widths = _scale(q_BHSW, scale), (q_BHSW.shape[-1], k_BKTW.shape[-1], v_BKTW.shape[-1])
     grad, q, k, v, out = _same_width(grad_BHSW, q_BHSW, k_BHTW, v_BHTW, out_BHSW)
     found = flash_attention_backward(
         grad, q, k, v, out, logsumexp_BHS, causal=mask.causal, added=mask.added_B1ST, scale=scale
@@ -67,7 +74,7 @@ def attend_backward(
         found = _plain_backward(grad_BHSW, q_BHSW, k_BHTW, v_BHTW, out_BHSW, logsumexp_BHS, mask, scale)
     d_q, d_k, d_v = (gradient[..., :width] for gradient, width in zip(found, widths, strict=True))
     if heads != kv_heads:
-        d_k, d_v = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (d_k, d_v))
+        d_k, d_v = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=precise(x.dtype)) for x in (d_k, d_v))
     return d_q, d_k, d_v
 
 
@@ -77,6 +84,10 @@ def merge(out_BHSW: Tensor, logsumexp_BHS: Tensor, more_BHSW: Tensor, more_logsu
     out_BHSW.mul_((logsumexp_BHS - both_BHS).exp_()[..., None])
     out_BHSW.add_(more_BHSW * (more_logsumexp_BHS - both_BHS).exp_()[..., None])
     logsumexp_BHS.copy_(both_BHS)
+
+
+def _scale(q_BHSW: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(q_BHSW.shape[-1]) if scale is None else scale
 
 
 def _scores(q_BHSW: Tensor, k_BHTW: Tensor, mask: BlockMask, scale: float) -> Tensor:
