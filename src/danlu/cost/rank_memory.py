@@ -1,6 +1,6 @@
 """Memory of a rank at the moments of a step that can be its peak."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.memory import (
@@ -28,9 +28,18 @@ class RankMemoryEstimator(LayoutShapes):
 
     def peak(self) -> MemoryEstimate:
         """Of the fullest rank: the first pp rank, the second, or the last."""
-        ranks, unsharded = sorted({0, min(1, self.layout.pp - 1), self.layout.pp - 1}), self.software.init_unsharded
-        moments = [self.estimate(rank) for rank in ranks] + [self._at_init(rank) for rank in ranks if unsharded]
-        return max(moments, key=lambda memory: memory.allocated)
+        return max(self._moments(), key=lambda memory: memory.allocated)
+
+    def fits(self, device_bytes: float) -> bool:
+        """Whether the fullest rank fits into so many bytes of a device; the others are not looked at if one does not."""
+        return all(moment.device_bytes <= device_bytes for moment in self._moments())
+
+    def _moments(self) -> Iterator[MemoryEstimate]:
+        """Every moment that can be the peak."""
+        for rank in sorted({0, min(1, self.layout.pp - 1), self.layout.pp - 1}):
+            yield self.estimate(rank)
+            if self.software.init_unsharded:
+                yield self._at_init(rank)
 
     def estimate(self, rank: int) -> MemoryEstimate:
         """Peak memory of one pp rank."""

@@ -110,6 +110,10 @@ class Predictor:
         """Memory of the fullest rank alone."""
         return RankMemoryEstimator(self.context, layout, self._cache).peak()
 
+    def fits(self, layout: ParallelLayout, device_bytes: float) -> bool:
+        """Whether the fullest rank fits into so many bytes of a device: cheaper than its memory."""
+        return RankMemoryEstimator(self.context, layout, self._cache).fits(device_bytes)
+
     def memory_by_pp_rank(self, layout: ParallelLayout) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
         estimator = RankMemoryEstimator(self.context, layout, self._cache)

@@ -228,6 +228,10 @@ class PlanPricer:
         """Memory of a layout; the same at every placement."""
         return self._predictor_of(candidate.schedule).memory(self._layout(candidate))
 
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a layout fits into the chip's memory."""
+        return self._predictor_of(candidate.schedule).fits(self._layout(candidate), self.request.usable_memory)
+
     def memory_by_pp_rank(self, candidate: Candidate) -> tuple[MemoryEstimate, ...]:
         """Memory of a rank, for every pp rank."""
         return self._predictor_of(candidate.schedule).memory_by_pp_rank(self._layout(candidate))

@@ -146,6 +146,7 @@ class _Search:
         self.done: set[tuple[int, ...]] = set()
         self.priced = self.layouts = self.opened = 0
         self.least_memory: tuple[float, Candidate] | None = None
+        self.something_fits = False
         self.fewest: dict[tuple[ShapeKnobs, ScheduleKnobs], int] = {}
         self.incumbent = float("inf")
 
@@ -242,10 +243,13 @@ class _Search:
 
             def fits(number: int) -> bool:
                 some = self.space.most_sharded(shape._replace(microbatches=number), schedule)
+                if self.something_fits:  # and nobody will ask what takes the least memory
+                    return any(self.pricer.fits(each) for each in some)
                 taken, candidate = min((self.pricer.memory(each).device_bytes, each) for each in some)
                 if self.least_memory is None or taken < self.least_memory[0]:
                     self.least_memory = taken, candidate
-                return taken <= self.request.usable_memory
+                self.something_fits = taken <= self.request.usable_memory
+                return self.something_fits
 
             if fits(numbers[0]):
                 self.fewest[key] = numbers[0]
