@@ -40,6 +40,7 @@ PARTS = {
     "start-up": f"benchmarks/start_up.py --report {REPORTS}/start_up.json",
     "dispatch": f"benchmarks/dispatch.py --report {REPORTS}/dispatch.json",
     "dispatch in parts": f"benchmarks/dispatch_overlap.py --report {REPORTS}/dispatch_overlap.json",
+    "attention of documents": f"benchmarks/attention_masks.py --report {REPORTS}/attention_masks.json",
     "topology": f"benchmarks/topology.py --report {REPORTS}/topology.json",
     "routers": f"benchmarks/routers.py --report {REPORTS}/routers.json",
     "chaos": f"benchmarks/chaos.py --faults 1000 --report {REPORTS}/chaos.json",

@@ -297,6 +297,16 @@ def expert_layer(report: Report) -> str:
     return table("layer|loop:|grouped_mm:|Danlu:|over the loop:", rows)
 
 
+def attention_masks(report: Report) -> str:
+    """Attention of documents and windows, beside torch's with a mask."""
+    ways = ("mask", "causal", "Danlu")
+    rows = [
+        [row["case"], *(_milliseconds(row[way]) for way in ways), f"{row['faster']:.1f} ×"]
+        for row in report["figures"]["rows"]
+    ]
+    return table("forward and backward|torch, a mask:|torch, causal:|Danlu:|over a mask:", rows)
+
+
 def operator_gain(report: Report) -> str:
     """What implementations gain in a step, as predicted and as measured."""
     rows = [
@@ -327,6 +337,7 @@ def _resources(found: Report) -> str:
 
 
 MADE: dict[str, Callable[[Report], str]] = {
+    "attention_masks.json table": attention_masks,
     "expert_layer.json table": expert_layer,
     "operator_gain.json table": operator_gain,
     "kernel_resources.json table": kernel_resources,

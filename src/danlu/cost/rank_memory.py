@@ -31,7 +31,7 @@ class RankMemoryEstimator(LayoutShapes):
         return max(self._moments(), key=lambda memory: memory.allocated)
 
     def fits(self, device_bytes: float) -> bool:
-        """Whether the fullest rank fits into so many bytes of a device; the others are not looked at if one does not."""
+        """Whether all ranks fit into so many bytes of a device; the rest are not looked at if one does not."""
         return all(moment.device_bytes <= device_bytes for moment in self._moments())
 
     def _moments(self) -> Iterator[MemoryEstimate]:
