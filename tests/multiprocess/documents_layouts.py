@@ -25,6 +25,8 @@ class Packed:
     chat: bool = False
     """On conversations, of which the loss counts the answers."""
     document_mask: bool = True
+    use_kernels: bool = False
+    """Of a module that is brought: it attends by Danlu's operator."""
 
     @property
     def shards(self) -> str:
@@ -51,7 +53,9 @@ def recipe(packed: Packed, folder: Path) -> Recipe:
     }
     if packed.is_brought:
         here = str(Path(__file__).parent)
-        changes["model"] = CustomModel(factory=f"brought:{packed.model}", path=here, vocabulary=VOCABULARY)
+        changes["model"] = CustomModel(
+            factory=f"brought:{packed.model}", path=here, vocabulary=VOCABULARY, use_kernels=packed.use_kernels
+        )
     return made.model_copy(update=changes)
 
 
@@ -105,6 +109,14 @@ LAYOUTS = [
     Packed("llama tp", "llama", _plan(tp=2)),
     Packed("llama 1f1b, recompute full", "llama", _plan(pp=2, microbatches=4, recompute="full")),
     Packed("llama fsdp, compiled", "llama", _plan(shard=2, compile=True)),
+    Packed("llama tp, our operators", "llama", _plan(tp=2), use_kernels=True),
+    Packed("llama fsdp, compiled, our operators", "llama", _plan(shard=2, compile=True), use_kernels=True),
+    Packed(
+        "llama 1f1b, recompute selective, our operators",
+        "llama",
+        _plan(pp=2, microbatches=4, recompute="selective"),
+        use_kernels=True,
+    ),
     Packed("chat fsdp × tp", "tiny-llama", _plan(shard=2, tp=2), chat=True),
     Packed("chat cp × 1f1b", "tiny-llama", _plan(cp=2, pp=2, microbatches=4), chat=True),
     Packed("chat, whole rows, tp", "tiny-llama", _plan(tp=2), chat=True, document_mask=False),

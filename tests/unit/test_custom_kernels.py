@@ -11,6 +11,7 @@ from made_hf import transformers
 from test_own_model import brought
 from torch import Tensor, nn
 
+from danlu.framework.custom import attention
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.kernels import apply_kernels
 from danlu.spec.check import load_run_spec
@@ -130,6 +131,81 @@ def test_families_of_transformers_compute_the_same_logits(family: str, norms: in
     found = list(apply_kernels(module, torch.float32, family).values())
     assert (found.count("rms_norm"), found.count("gated_product")) == (norms, 2)
     torch.testing.assert_close(module(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+PACKED = torch.tensor([[*range(9), *range(4), *range(3)], [*range(16)]])
+
+
+def attends(family: str, **settings: Any) -> nn.Module:
+    """A model with a window where its family has one, of 5 tokens."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    shape = made_hf.SHAPE | {"head_dim": 8, "pad_token_id": 0, "use_cache": False} | settings
+    return kind(kind.config_class(**shape))
+
+
+@pytest.mark.parametrize(
+    ("family", "windows", "settings"),
+    [
+        ("Llama", 0, {}),
+        ("Mistral", 2, {"sliding_window": 5}),
+        ("Qwen3", 1, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("Gemma3", 2, {"sliding_window": 5}),
+    ],
+    ids=["llama", "mistral", "qwen3", "gemma3"],
+)
+@pytest.mark.parametrize("positions", [None, PACKED], ids=["whole", "documents"])
+def test_transformers_attend_to_documents_and_windows_by_the_operator(
+    monkeypatch: pytest.MonkeyPatch, family: str, windows: int, settings: dict[str, Any], positions: Tensor | None
+) -> None:
+    module, tokens = attends(family, **settings), torch.arange(32).view(2, 16) % 96
+    given = {} if positions is None else {"position_ids": positions}
+    expected = module(tokens, **given).logits
+    expected.square().mean().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    monkeypatch.setattr(attention, "_ROWS_AT_ONCE", 96)  # masks are looked at three rows at a time
+    calls: list[int] = []
+    attend = attention.masked_attention
+    monkeypatch.setattr(attention, "masked_attention", lambda *inputs: calls.append(1) or attend(*inputs))
+    assert attention.apply_attention(module)
+    found = module(tokens, **given).logits
+    found.square().mean().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-6)
+    assert len(calls) == (windows if positions is None else len(module.model.layers))
+
+
+def test_a_mask_that_is_no_run_of_keys_stays_a_mask() -> None:
+    """Of padding, or of an image whose tokens see each other: PyTorch's attention, and the same logits."""
+    module, tokens = attends("Llama"), torch.arange(32).view(2, 16) % 96
+    padding = torch.ones(2, 16, dtype=torch.int64)
+    padding[0, :3] = 0
+    expected = module(tokens, attention_mask=padding).logits
+    assert attention.apply_attention(module)
+    torch.testing.assert_close(module(tokens, attention_mask=padding).logits, expected)
+
+    def sees_the_first_token_too(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & ((key > query - 3) | (key == 0))
+
+    given = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": sees_the_first_token_too}
+    mask = attention._first_keys_or_mask(**given, allow_is_causal_skip=False)
+    assert mask is not None
+    assert mask.shape == (1, 1, 8, 8)
+
+
+def test_a_configuration_that_others_share_is_copied() -> None:
+    config = attends("Llama").config
+    first, second = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    assert attention.apply_attention(first)
+    assert first.model.layers[1].self_attn.config is first.config
+    assert (first.config._attn_implementation, second.config._attn_implementation) == ("danlu", "sdpa")
+
+
+def test_attention_that_is_not_pytorch_s_is_left_alone() -> None:
+    assert not attention.apply_attention(attends("Gemma2", attn_implementation="eager"))
+    assert not attention.apply_attention(nn.Linear(2, 2))
 
 
 def test_a_plan_may_choose_implementations_of_what_is_replaced(tmp_path: Path) -> None:

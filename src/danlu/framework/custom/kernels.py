@@ -1,8 +1,8 @@
-"""RMS norms and gated MLPs of a custom model, computed by Danlu's operators (`model.use_kernels`).
+"""RMS norms, gated MLPs and attention of a custom model, computed by Danlu's operators (`model.use_kernels`).
 
 A norm is known by its one weight, an MLP by its matrices. What it computes is tried, not guessed from its class: a
 small copy and the operator are given the same input, and results and gradients must agree. A module that differs keeps
-its own forward, with a warning.
+its own forward, with a warning. Attention is that of `transformers`, see `attention`.
 
 Shapes: N rows, D features.
 """
@@ -16,6 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from danlu.framework.custom.attention import apply_attention
 from danlu.framework.custom.construct import CustomModelError
 from danlu.ops.operators.gated import gated_product
 from danlu.ops.operators.norm import rms_norm
@@ -40,6 +41,8 @@ def apply_kernels(module: nn.Module, dtype: torch.dtype, factory: str) -> dict[s
     """
     found: dict[str, str] = {}
     different: dict[str, str] = {}
+    if apply_attention(module):
+        found["attention of documents and windows"] = "masked_attention"
     for name, each in module.named_modules():
         operator, candidates = _candidates(each)
         if not candidates:
