@@ -149,16 +149,18 @@ MTP = {
     "mtp: fsdp × tp, recomputed": (plan(shard=4, tp=2, recompute="full", microbatches=2), 8),
     "mtp: 1f1b × tp": (plan(pp=2, shard=2, tp=2, microbatches=4), 8),
     "mtp: ep, selective": (plan(shard=8, ep=8, recompute="selective"), 8),
+    "mtp: 1f1b, two layers": (plan(pp=2, shard=4, microbatches=4), 16),
 }
 """With two modules of multi-token prediction."""
-WINDOWS: dict[str, dict[str, Any]] = {
+CHANGED: dict[str, dict[str, Any]] = {
+    "mtp: 1f1b, two layers": {"layers": 2},  # its last rank is mostly logits
     "window: fsdp × cp × tp, recomputed": {"window": 1024},
     "window: 1f1b × tp": {"window": 1024, "global_every": 4},
     "sinks: fsdp × cp × tp": {"window": 512, "global_every": 2, "sinks": True},
     "sinks: fsdp, selective": {"sinks": True},
     "softcap: fsdp × tp, recomputed": {"window": 1024, "global_every": 2, "score_softcap": 50.0, "sinks": True},
 }
-"""Layers with a window, and attention whose scores are in memory: what changes of the model."""
+"""What changes of the model: its size, layers with a window, attention whose scores are in memory."""
 WINDOW_LAYOUTS = {
     "window: fsdp × cp × tp, recomputed": (plan(shard=2, cp=2, tp=2, recompute="full", microbatches=2), 8),
     "window: 1f1b × tp": (plan(pp=2, shard=2, tp=2, microbatches=4), 8),
@@ -183,7 +185,7 @@ QUICK = {
     "fp32: fsdp",
     "muon: hsdp × tp",
     "latent: fsdp × tp, selective",
-    "mtp: 1f1b × tp",
+    "mtp: 1f1b, two layers",
     "sinks: fsdp × cp × tp",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
@@ -194,7 +196,7 @@ def recipe_of(name: str) -> Recipe:
     wanted, sequences = LAYOUTS[name]
     model = load_model("mixtral-8x7b" if wanted.degrees.ep > 1 else "llama3-8b")
     ahead = {"mtp": Mtp(depth=2)} if name in MTP else {}
-    model = model.model_copy(update={"layers": 8} | WINDOWS.get(name, {}) | ahead)
+    model = model.model_copy(update={"layers": 8} | CHANGED.get(name, {}) | ahead)
     if name in LATENT:
         queries = None if "direct" in name else 1536
         mla = MLAConfig(

@@ -65,6 +65,15 @@ def test_parts_of_nothing_but_minus_infinity_add_nothing() -> None:
     assert loss.item() == pytest.approx(cross_entropy_sum(x @ weight.T, targets, None).item(), rel=1e-6)
 
 
+def test_logits_far_above_those_of_other_parts_do_not_overflow() -> None:
+    x, targets = torch.ones(1, 3, 1), torch.tensor([[0, 2, 3]])
+    for values in ([-900.0, -800.0, 800.0, 900.0], [900.0, 800.0, -800.0, -900.0]):
+        weight = torch.tensor(values)[:, None]
+        for chunks in (2, 4):
+            loss = linear_cross_entropy_sum(x, weight, targets, None, chunks)
+            assert loss.item() == pytest.approx(cross_entropy_sum(x @ weight.T, targets, None).item(), rel=1e-6)
+
+
 def test_logits_in_parts_see_targets_beyond_the_vocabulary() -> None:
     x, weight, targets = head(torch.float32)
     with pytest.raises(IndexError, match="out of bounds"):
