@@ -25,7 +25,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from namespaces import NetworkLab, bytes_per_second, run_mpi_ranks, run_ranks, supernode_lab, why_no_lab, why_no_mpi
+from namespaces import (
+    NetworkLab,
+    add_rank_options,
+    bytes_per_second,
+    run_mpi_ranks,
+    run_ranks,
+    supernode_lab,
+    why_no_lab,
+    why_no_mpi,
+)
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
@@ -123,10 +132,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16], help="numbers of ranks, multiples of 4")
     parser.add_argument("--trunk", default=TRUNK, help="rate of the trunk, in tc's format")
     add_report_option(parser)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     parser.add_argument("--port", help=argparse.SUPPRESS)
     parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from namespaces import bytes_per_second, run_ranks, supernode_lab, why_no_lab
+from namespaces import add_rank_options, bytes_per_second, run_ranks, supernode_lab, why_no_lab
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.table import Table
@@ -49,8 +49,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one turn each, for CI")
     parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 4, 8], help="experts of a token")
     add_report_option(parser)
-    for name, kind in (("--rank", int), ("--world", int), ("--store", str), ("--folder", Path), ("--port", str)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    add_rank_options(parser)
+    parser.add_argument("--port", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank is not None:
         rank_main(asked)

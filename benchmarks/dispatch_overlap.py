@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from namespaces import run_ranks, supernode_lab, why_no_lab
+from namespaces import add_rank_options, run_ranks, supernode_lab, why_no_lab
 from reports import add_report_option, write_report
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -50,8 +51,8 @@ def main() -> int:
     parser.add_argument("--links", nargs="+", default=["500mbit", "1gbit", "2gbit"], help="rates, as `tc` writes them")
     parser.add_argument("--parts", type=int, nargs="+", default=[2, 4, 8], help="numbers of parts, beside one")
     add_report_option(parser)
-    for name, kind in (("--rank", int), ("--world", int), ("--store", str), ("--folder", Path)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    add_rank_options(parser)
+    parser.add_argument("--link", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank is not None:
         rank_main(asked)
@@ -62,7 +63,15 @@ def main() -> int:
     rows = []
     for link in asked.links:
         with supernode_lab(link, link, nodes=2, hosts_each=1) as lab, tempfile.TemporaryDirectory() as folder:
-            told = ["--folder", folder, "--parts", *map(str, asked.parts), *(["--quick"] if asked.quick else [])]
+            told = [
+                "--folder",
+                folder,
+                "--link",
+                link,
+                "--parts",
+                *map(str, asked.parts),
+                *(["--quick"] if asked.quick else []),
+            ]
             run_ranks(lab.hosts, RANKS, [__file__, *told], PATIENCE)
             rows += [{"link": link, **row} for row in json.loads((Path(folder) / "rows.json").read_text())]
     figures = {"rows": rows, "most": max(row["faster"] for row in rows)}
@@ -97,7 +106,9 @@ def rank_main(asked: argparse.Namespace) -> None:
     jobs["way"] = partial(send, torch.randn(copies, WIDTH), group)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     found: dict[str, Any] = {}
-    for turn in range((QUICK_TURNS if asked.quick else TURNS) + 1):
+    turns = range((QUICK_TURNS if asked.quick else TURNS) + 1)
+    bar = Console(stderr=True)
+    for turn in track(turns, f"{asked.link}, turns", console=bar, disable=asked.rank > 0):
         for name, job in jobs.items():
             world.barrier()
             began = time.perf_counter()

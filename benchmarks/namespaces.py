@@ -4,6 +4,7 @@ with supernodes(inside="2gbit", between="200mbit") as hosts:
     subprocess.run([*hosts[3].enter, "ping", "-c", "1", hosts[0].address])
 """
 
+import argparse
 import importlib.util
 import os
 import shlex
@@ -20,6 +21,7 @@ __all__ = [
     "INTERFACE",
     "LabHost",
     "NetworkLab",
+    "add_rank_options",
     "bytes_per_second",
     "run_mpi_ranks",
     "run_ranks",
@@ -51,6 +53,12 @@ def supernodes(inside: str, between: str, nodes: int = 2, hosts_each: int = 2) -
     """The hosts of such a network, supernode by supernode."""
     with supernode_lab(inside, between, nodes, hosts_each) as lab:
         yield list(lab.hosts)
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """What a script's ranks are told: by `run_ranks`, and a folder that its main process reads."""
+    for name, kind in (("--rank", int), ("--world", int), ("--store", str), ("--folder", Path)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
 
 
 def run_ranks(hosts: Sequence[LabHost], ranks: int, arguments: Sequence[str], seconds: float) -> None:

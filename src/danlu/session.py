@@ -45,6 +45,7 @@ from danlu.framework.wandb_writer import WandbWriter
 from danlu.framework.weights import load_weights
 from danlu.language.register import use_kernels
 from danlu.ops.operators.routing import route_operators
+from danlu.parallel.chunked_dispatch import why_nothing_is_hidden
 from danlu.spec import (
     Cluster,
     EndEvent,
@@ -159,6 +160,9 @@ class Session:
         events = RankEvents(mesh.rank)  # they wait for `started`, which has the step that is found here
         for fallback in mesh.world.fallbacks:
             events.warn(fallback)
+        experts = mesh.ep_mesh.get_group() if mesh.ep_mesh and mesh.rank == 0 else None
+        if experts and (warning := why_nothing_is_hidden(experts, mesh.plan.dispatch_chunks)):
+            events.warn(warning)
         manager = CheckpointManager(self._open_checkpoints(), recipe.checkpoint, mesh.rank, events)
         snapshots = self._open_snapshots(state, events)
         try:

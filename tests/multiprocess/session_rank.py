@@ -1,4 +1,4 @@
-"""One of two ranks: a run in one session, and the same run over three worlds in one process, one after the other."""
+"""One of two ranks: a run in one session, the same over three worlds in one process, and one with tokens in parts."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def main() -> None:
     info = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     store = rendezvous(info)
     generation = 0
-    for name, lives in (("one", (STEPS,)), ("three", (*STOPS, STEPS))):
+    for name, lives in (("one", (STEPS,)), ("three", (*STOPS, STEPS)), ("parts", (1,))):
         done, outcomes = 0, []
         for until in lives:
             with Session(RunFolder(folder / name), info, store=store, generation=generation) as session:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from danlu.comm.own_collectives import collectives_of
 from danlu.ops.operators.token_copies import CopyTokens, Reorder, inverse, sort_by_expert
 from danlu.parallel.expert_counts import Counts, balanced_send_counts, order_of_arrivals
 from danlu.torch_compat import all_to_all_single, wait_tensor
@@ -94,6 +95,18 @@ class ChunkedDispatcher(nn.Module):
     def _counts(self, chosen_N: Tensor) -> Tensor:
         """Copies for every expert."""
         return chosen_N.new_zeros(self.num_experts).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+
+
+def why_nothing_is_hidden(group: ProcessGroup, chunks: int) -> str | None:
+    """What to warn of where an all-to-all of the group returns when its rows are there: parts only cost then."""
+    own = collectives_of(group)
+    if chunks == 1 or own is None or not own.answers("all_to_all", 0):
+        return None
+    return (
+        f"`dispatch_chunks` is {chunks}, but all-to-alls of the {group.size()} ranks of `ep`, through the memory of "
+        "their host or MPI, return when all tokens are there: parts hide nothing, and every one costs four more calls "
+        "and smaller products in a layer's step; set `dispatch_chunks = 1` in the plan"
+    )
 
 
 def _even_sizes(rows: int, chunks: int) -> list[int]:
