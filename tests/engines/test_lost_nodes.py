@@ -57,12 +57,12 @@ def danlu(lab: SlurmNodes, folder: Path, *arguments: str) -> str:
     source = Path(__file__).parents[2] / "src"
     environment = {**lab.environment, "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
     command = lab.on(CONTROLLER, sys.executable, "-m", "danlu", *arguments)
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
-def wait_for_step(run: RunFolder, step: int, seconds: float = 120) -> None:
+def wait_for_step(run: RunFolder, step: int, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while step > max((event.step for event in events(run) if isinstance(event, StepEvent)), default=0):
         logs = "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(run.logs.glob("*.log")))

@@ -148,7 +148,7 @@ def danlu(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def done(process: subprocess.Popen[str], seconds: float = 60) -> str:
+def done(process: subprocess.Popen[str], seconds: float = 120) -> str:
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output
     return output
@@ -160,9 +160,10 @@ def steps_done(run: RunFolder) -> int:
 
 
 def wait_for_step(run: RunFolder, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while steps_done(run) < step:
-        assert process.poll() is None and time.monotonic() < deadline, f"step {steps_done(run)}"
+        logs = "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(run.logs.glob("*.log")))
+        assert process.poll() is None and time.monotonic() < deadline, f"step {steps_done(run)}{logs}"
         time.sleep(0.3)
 
 

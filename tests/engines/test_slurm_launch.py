@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def finished(job: int, seconds: float = 120) -> JobStatus:
+def finished(job: int, seconds: float = 240) -> JobStatus:
     deadline = time.monotonic() + seconds
     while not (status := commands.get_job_status(job)).is_finished:
         assert time.monotonic() < deadline, status
@@ -186,7 +186,7 @@ def test_a_requeued_run_goes_on_from_its_checkpoint(desk: Path, cluster: SlurmLa
     (desk / "recipe.toml").write_text(RECIPE.replace("steps = 5", "steps = 25") + "checkpoint = { every = 1 }\n")
     job = submitted(danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", folder=desk))
     run = RunFolder(desk / "runs" / "tiny")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while len(losses(run)) < 3:
         assert time.monotonic() < deadline, logs(run.path)
         time.sleep(0.1)
@@ -221,7 +221,7 @@ def test_a_job_holds_its_runs_lock_and_is_stopped_with_a_checkpoint(desk: Path, 
     (desk / "recipe.toml").write_text(RECIPE.replace("steps = 5", "steps = 100000"))
     job = submitted(danlu("launch", "recipe.toml", "--on", "slurm", "--nodes", "2", folder=desk))
     run = RunFolder(desk / "runs" / "tiny")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while len(losses(run)) < 3:
         assert time.monotonic() < deadline, logs(run.path)
         time.sleep(0.1)
