@@ -135,7 +135,8 @@ def all_to_all_time(
 def _collective_time(
     network: Network, operation: CollectiveOp, span: GroupShape, size: float, algorithm: CollectiveAlgorithm
 ) -> float:
-    if group_size(span) == 1:
+    crossed = [(ranks, link) for ranks, link in zip(span, network.links, strict=True) if ranks > 1]
+    if not crossed:
         return 0.0
     choices = LIBRARY_ALGORITHMS[operation]
     if algorithm == "library":
@@ -150,29 +151,29 @@ def _collective_time(
     if operation == "all_to_all":
         busy = _direct_seconds(network, span, size)
     else:
-        busy = _ring_seconds(network, operation, span, size)
+        busy = _ring_seconds(crossed, operation, size)
     turns = 2 if operation == "all_reduce" else 1
-    latency = min(_latency(network, span, turns, each) for each in choices)
+    latency = _latency(crossed, turns, choices[0])
+    for other in choices[1:]:
+        latency = min(latency, _latency(crossed, turns, other))
     return network.collective_latency + latency + busy
 
 
-def _latency(network: Network, span: GroupShape, turns: int, algorithm: CollectiveAlgorithm) -> float:
+def _latency(crossed: Sequence[tuple[int, Link]], turns: int, algorithm: CollectiveAlgorithm) -> float:
     """Seconds of the rounds of all levels: one per other rank, or their logarithm for trees."""
     latency = 0.0
-    for ranks, link in zip(span, network.links, strict=True):
-        if ranks > 1:
-            latency += turns * (log2(ranks) if algorithm == "tree" else ranks - 1) * link.latency
+    for ranks, link in crossed:
+        latency += turns * (log2(ranks) if algorithm == "tree" else ranks - 1) * link.latency
     return latency
 
 
-def _ring_seconds(network: Network, operation: CollectiveOp, span: GroupShape, size: float) -> float:
+def _ring_seconds(crossed: Sequence[tuple[int, Link]], operation: CollectiveOp, size: float) -> float:
     """Seconds that the slowest level is busy; what is inside a level is gathered or reduced first."""
     slowest, inside = 0.0, 1
-    for ranks, link in zip(span, network.links, strict=True):
-        if ranks > 1:
-            sent = wire_bytes(operation, ranks, size / ranks if operation == "all_gather" else size)
-            slowest = max(slowest, sent / min(inside * link.bandwidth, link.ring_bandwidth))
-            inside *= ranks
+    for ranks, link in crossed:
+        sent = wire_bytes(operation, ranks, size / ranks if operation == "all_gather" else size)
+        slowest = max(slowest, sent / min(inside * link.bandwidth, link.ring_bandwidth))
+        inside *= ranks
     return slowest
 
 

@@ -7,8 +7,8 @@ ring, overlapped with attention (Liu et al., "Ring attention", 2023), or all-to-
 et al., "DeepSpeed Ulysses", 2023).
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from danlu.cost.collectives import (
@@ -23,11 +23,17 @@ from danlu.cost.collectives import (
 )
 from danlu.cost.context import CostContext
 from danlu.cost.measured_times import OperatorTimes
-from danlu.cost.operator_time import elementwise_time, flash_attention_time, matmul_time, unfused_attention_time
+from danlu.cost.operator_time import (
+    DeviceModel,
+    elementwise_time,
+    flash_attention_time,
+    matmul_time,
+    unfused_attention_time,
+)
 from danlu.cost.overlap import exposed_time
 from danlu.cost.stage_contents import LayerKind
 from danlu.ops import attention, experts, layer, mlp
-from danlu.ops.layer_shard import LayerShard, Matmul
+from danlu.ops.layer_shard import LayerShard
 from danlu.ops.recompute import RERUN, Recompute, Rerun
 from danlu.spec.cluster import TP_PROBE_TOKENS, TP_PROBE_WIDTH
 
@@ -101,6 +107,24 @@ def layer_time(context: CostContext, local: LocalShape, kind: LayerKind) -> Laye
     return _LayerTimer(context, local, kind).time(kind.recompute)
 
 
+@lru_cache(maxsize=65536)
+def _matmul_times(
+    device: DeviceModel, fused: bool, shard: LayerShard, moe: bool, chunks: int
+) -> tuple[float, float, float]:
+    """Seconds forward, for gradients of inputs, and for those of weights: of experts in so many parts, or the rest.
+
+    The same for all software that differs by what it recomputes, gathers again or compiles.
+    """
+    forward = inputs = weights = 0.0
+    for m, n, k, groups in layer.expert_matmuls(shard, moe) if chunks else layer.matmuls(shard, moe):
+        m = -(-m // chunks) if chunks > 1 else m
+        forward += matmul_time(device, m, n, k, groups=groups, fused=fused)
+        inputs += matmul_time(device, m, k, n, groups=groups, fused=fused)
+        weights += matmul_time(device, k, n, m, groups=groups, weight_gradient=True, fused=fused)
+    times = chunks or 1
+    return times * forward, times * inputs, times * weights
+
+
 class _LayerTimer:
     """Times one kind of layer."""
 
@@ -112,7 +136,7 @@ class _LayerTimer:
 
     def time(self, recompute: Recompute) -> LayerTime:
         """Both passes, and recompute."""
-        linear, inputs, weights = self._matmul_times(layer.matmuls(self.shard, self.moe))
+        linear, inputs, weights = self._matmul_times(0)
         moved, kernels = self._moved_bytes(), _MOE_KERNELS if self.moe else _KERNELS
         core = self._core_attention()
         forward = PassTime(
@@ -144,9 +168,7 @@ class _LayerTimer:
 
     def _with_experts(self, forward: PassTime, backward: PassTime, chunks: int) -> tuple[PassTime, PassTime, float]:
         """The passes with experts through which tokens go in so many parts; and seconds for gradients of weights."""
-        matmuls = layer.expert_matmuls(self.shard, self.moe)
-        parts = matmuls if chunks == 1 else (each._replace(rows=-(-each.rows // chunks)) for each in matmuls)
-        there, inputs, weights = (chunks * seconds for seconds in self._matmul_times(parts))
+        there, inputs, weights = self._matmul_times(chunks)
         once, back = self._dispatch_time(chunks), inputs + weights
         sent = self._expert(chunks, once, forward.compute + there, there)
         returned = self._expert(chunks, once, backward.compute + back, back)
@@ -164,15 +186,8 @@ class _LayerTimer:
         backward = backward._replace(linear=backward.linear - (held - weights))
         return LayerTime(forward, backward, weights, self._again(recompute, forward, host))
 
-    def _matmul_times(self, matmuls: Iterable[Matmul]) -> tuple[float, float, float]:
-        """Seconds forward, for gradients of inputs, and for those of weights."""
-        device, fused = self.device, self.software.fused_grouped_gemm
-        forward = inputs = weights = 0.0
-        for m, n, k, groups in matmuls:
-            forward += matmul_time(device, m, n, k, groups=groups, fused=fused)
-            inputs += matmul_time(device, m, k, n, groups=groups, fused=fused)
-            weights += matmul_time(device, k, n, m, groups=groups, weight_gradient=True, fused=fused)
-        return forward, inputs, weights
+    def _matmul_times(self, chunks: int) -> tuple[float, float, float]:
+        return _matmul_times(self.device, self.software.fused_grouped_gemm, self.shard, self.moe, chunks)
 
     def _launch_times(self, kernels: int) -> tuple[float, float]:
         """Seconds that the host launches kernels, forward and backward."""

@@ -6,8 +6,8 @@ causal half (Dao, "FlashAttention-2", 2023); before it, scores went through memo
 "Reducing activation recomputation in large transformer models", 2022, section 4). The rest moves bytes.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from math import ceil
 
 from danlu.cost.calibration import ChipEfficiency
@@ -43,6 +43,13 @@ class DeviceModel:
     measured: OperatorTimes | None = None
     """Measured times of the operators, if the chip was probed; they replace everything above."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash  # caches below ask for it at every call
+
     @property
     def uses_fp8(self) -> bool:
         """Whether linear layers run faster than half precision."""
@@ -55,9 +62,17 @@ def build_device(chip: Chip, dtype: str, efficiency: ChipEfficiency) -> DeviceMo
     if dtype in ("fp32", "tf32", "fp64"):
         half = chip.peak.get(dtype, half)  # type: ignore[call-overload]
     peak = chip.peak.get("fp8", half) if dtype in ("fp8", "fp4") else half
-    return DeviceModel(
-        peak, half, chip.memory_bandwidth, _ACTIVATION_BYTES[dtype], efficiency, measured_operators(chip, dtype)
+    return _one_of_equals(
+        DeviceModel(
+            peak, half, chip.memory_bandwidth, _ACTIVATION_BYTES[dtype], efficiency, measured_operators(chip, dtype)
+        )
     )
+
+
+@lru_cache(maxsize=64)
+def _one_of_equals(device: DeviceModel) -> DeviceModel:
+    """The same object for equal devices: caches then find it without comparing what it is made of."""
+    return device
 
 
 @lru_cache(maxsize=65536)

@@ -19,6 +19,9 @@ from danlu.ops.embedding_head import logit_elements, loss_bytes, table_parameter
 from danlu.ops.layer import deferred_gradient_elements
 from danlu.ops.mtp import kept_loss_bytes, saved_bytes
 
+_Moment = tuple[float, float, float, float, float, float]
+"""Bytes by kind: parameters, gradients, optimizer states, activations, logits, buffers."""
+
 MOMENT_BYTES = 4
 """Bytes of a moment of a parameter, in fp32: Muon has one less than AdamW."""
 
@@ -112,12 +115,9 @@ class RankMemoryEstimator(LayoutShapes):
         pipe = p2p_buffer_bytes(contents, self.shard, flight, software) if self.layout.pp > 1 else 0.0
         # The loss is done before the first layer is gathered or recomputed: never both.
         at_loss = logits + gathered.head >= again + gathered.layers
-        return self._memory(
-            states,
-            activations=kept + pipe + (0.0 if at_loss else again),
-            logits=logits if at_loss else 0.0,
-            buffers=gathered.persistent + (gathered.head if at_loss else gathered.layers) + software.bucket_bytes,
-        )
+        activations = kept + pipe + (0.0 if at_loss else again)
+        buffers = gathered.persistent + (gathered.head if at_loss else gathered.layers) + software.bucket_bytes
+        return self._memory((*states, activations, logits if at_loss else 0.0, buffers))
 
     def _with_lazy_gradients(
         self,
@@ -149,8 +149,8 @@ class RankMemoryEstimator(LayoutShapes):
         before = max(0.0, flight - 1 / stages)
         weight_grad = shape.width * max(shape.mlp_dim / layout.tp, shape.expert_width) * each
 
-        def at(activations: float, logits: float, grads: float, buffers: float) -> MemoryEstimate:
-            return self._memory((parameters, grads, optimizer), activations + piped, logits, always + buffers)
+        def at(activations: float, logits: float, grads: float, buffers: float) -> _Moment:
+            return parameters, grads, optimizer, activations + piped, logits, always + buffers
 
         # Experts are gathered by themselves: the next layer is not gathered yet.
         around = layer * self.software.parameter_bytes if contents.moe else gathered.layers
@@ -176,19 +176,19 @@ class RankMemoryEstimator(LayoutShapes):
         new = 0.0 if self.defers_reduce else unit * each
         moments.append(at(0.0, 0.0, gradients + new, unit * self.software.gradient_bytes))
         if at_update:
-            moments.append(self._memory(states, 0.0, 0.0, at_update))
-        return max(moments, key=lambda memory: memory.allocated)
+            moments.append((*states, 0.0, 0.0, at_update))
+        return self._memory(max(moments, key=sum))
 
     def _at_head_backward(
         self,
-        at: Callable[[float, float, float, float], MemoryEstimate],
+        at: Callable[[float, float, float, float], _Moment],
         contents: StageContents,
         kept: float,
         stream: float,
         later: float,
         weight_grad: float,
         gathered: GatheredBytes,
-    ) -> list[MemoryEstimate]:
+    ) -> list[_Moment]:
         """Without a pipeline: in the head's matmul, while its gradient is reduced, and in the layer before it.
 
         Logits are freed once their gradient is there. The layer before the head is gathered ahead of time, and what is
@@ -241,15 +241,14 @@ class RankMemoryEstimator(LayoutShapes):
         # One part of the logits and their gradient, and of hidden states the gradient, a sum in fp32, and a summand.
         return loss_bytes(self.shard, each, 1) / chunks + (4 + each) * self.shard.tokens * self.shape.width
 
-    def _memory(
-        self, states: tuple[float, float, float], activations: float, logits: float, buffers: float
-    ) -> MemoryEstimate:
+    def _memory(self, moment: _Moment) -> MemoryEstimate:
         layout = self.layout
         degrees = (layout.tp, layout.cp, layout.dp, layout.pp, layout.ep)
+        parameters, gradients, optimizer, activations, logits, buffers = moment
         return MemoryEstimate(
-            parameters=states[0],
-            gradients=states[1],
-            optimizer=states[2],
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
             activations=activations,
             logits=logits,
             buffers=buffers,
