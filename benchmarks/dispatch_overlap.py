@@ -63,15 +63,8 @@ def main() -> int:
     rows = []
     for link in asked.links:
         with supernode_lab(link, link, nodes=2, hosts_each=1) as lab, tempfile.TemporaryDirectory() as folder:
-            told = [
-                "--folder",
-                folder,
-                "--link",
-                link,
-                "--parts",
-                *map(str, asked.parts),
-                *(["--quick"] if asked.quick else []),
-            ]
+            told = ["--folder", folder, "--link", link, "--parts", *map(str, asked.parts)]
+            told += ["--quick"] if asked.quick else []
             run_ranks(lab.hosts, RANKS, [__file__, *told], PATIENCE)
             rows += [{"link": link, **row} for row in json.loads((Path(folder) / "rows.json").read_text())]
     figures = {"rows": rows, "most": max(row["faster"] for row in rows)}

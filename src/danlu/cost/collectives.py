@@ -153,9 +153,7 @@ def _collective_time(
     else:
         busy = _ring_seconds(crossed, operation, size)
     turns = 2 if operation == "all_reduce" else 1
-    latency = _latency(crossed, turns, choices[0])
-    for other in choices[1:]:
-        latency = min(latency, _latency(crossed, turns, other))
+    latency = min([_latency(crossed, turns, each) for each in choices])
     return network.collective_latency + latency + busy
 
 

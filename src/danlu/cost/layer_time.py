@@ -111,9 +111,10 @@ def layer_time(context: CostContext, local: LocalShape, kind: LayerKind) -> Laye
 def _matmul_times(
     device: DeviceModel, fused: bool, shard: LayerShard, moe: bool, chunks: int
 ) -> tuple[float, float, float]:
-    """Seconds forward, for gradients of inputs, and for those of weights: of experts in so many parts, or the rest.
+    """Seconds forward, for gradients of inputs, and for those of weights.
 
-    The same for all software that differs by what it recomputes, gathers again or compiles.
+    Of experts, to which tokens go in so many `chunks`; with 0, of all other matmuls. The same for all
+    software that differs by what it recomputes, gathers again or compiles.
     """
     forward = inputs = weights = 0.0
     for m, n, k, groups in layer.expert_matmuls(shard, moe) if chunks else layer.matmuls(shard, moe):
