@@ -24,6 +24,7 @@ from danlu.spec.cluster import OperatorName, TimingCurve
 from danlu.spec.load import load_cluster, load_operator_table, load_plan
 from danlu.spec.operator_table import MeasuredCall, OperatorTable, with_operator_times
 from danlu.spec.problem import SpecError
+from danlu.spec.recipe import BatchConfig
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.toml"
 CPU = torch.device("cpu")
@@ -80,6 +81,7 @@ def test_what_cannot_run_here_is_refused_before_anything_changes(monkeypatch: py
     [
         ('operators = {rms_norn = "torch"}', "rms_norm"),
         ('compile = true\noperators = {rotate = "torch"}', "compilers make their own kernel"),
+        ('operators = {masked_attention = "torch"}', "every token sees all before it"),
     ],
 )
 def test_a_plan_that_chooses_in_vain_is_refused(tmp_path: Path, plan: str, said: str) -> None:
@@ -125,12 +127,19 @@ def test_the_calls_of_a_recipe_are_those_of_its_dry_run() -> None:
 
 
 def test_a_recipe_is_tuned_and_its_file_read_again(tmp_path: Path) -> None:
-    run = dry_run_ranks(load_recipe(RECIPE), Plan(), None, [0])
+    recipe = load_recipe(RECIPE)
+    changed = {
+        "data": recipe.data.model_copy(update={"document_mask": True}),
+        "batch": BatchConfig(sequences=2, length=256),
+    }
+    run = dry_run_ranks(recipe.model_copy(update=changed), Plan(), None, [0])
     seen: list[int] = []
     measured = tune_operators(run, find_chip("cpu"), 0.5, lambda name, done, total: seen.append(total - done))
     assert seen == list(range(len(measured.calls), 0, -1))
     assert set(measured.fastest) == set(OPERATORS)
-    assert all(set(call.seconds) == {"torch", "native"} for call in measured.calls)
+    attention = [call for call in measured.calls if call.operator == "masked_attention"]
+    assert [(call.calls, set(call.seconds)) for call in attention] == 2 * [(recipe.decoder.layers, {"torch"})]
+    assert all(set(call.seconds) == {"torch", "native"} for call in measured.calls if call not in attention)
     for dtype in {call.dtype for call in measured.calls if call.operator != "cross_entropy"}:
         assert len(measured.curves(measured.fastest, dtype)["norm"].sizes) >= 3, "sizes around those of the recipe"
     (tmp_path / "ops.toml").write_text(toml.dumps(measured))

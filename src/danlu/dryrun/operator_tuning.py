@@ -9,11 +9,11 @@ import torch
 from danlu.chips import ChipDescriptor
 from danlu.ops.operators.measuring import measure_implementations
 from danlu.ops.operators.routing import CALLS, OPERATORS
-from danlu.spec.operator_table import MeasuredCall, OperatorTable, RoutedOperator, parse_signature
+from danlu.spec.operator_table import PROBED_AS, MeasuredCall, OperatorTable, RoutedOperator, parse_signature
 from danlu.spec.trace import DryRun
 
 SCALES = (0.25, 1.0, 4.0)
-"""Sizes around those of the recipe, so that other microbatches are predicted too."""
+"""Sizes around those of the recipe, so that other microbatches are predicted too, where predictions go by size."""
 _MOST_ELEMENTS = 2**28
 """Of one tensor at a size that the recipe does not have."""
 
@@ -83,7 +83,7 @@ def _sizes(calls: Sequence[OperatorCall]) -> Iterator[OperatorCall]:
     seen = {(call.operator, call.backward, _elements(call)) for call in calls}
     for call in calls:
         yield call
-        for scale in SCALES:
+        for scale in SCALES if call.operator in PROBED_AS else ():
             scaled = _scaled(call, scale)
             key = None if scaled is None else (scaled.operator, scaled.backward, _elements(scaled))
             if scaled is not None and key not in seen and _elements(scaled) <= _MOST_ELEMENTS:

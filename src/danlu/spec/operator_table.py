@@ -11,7 +11,7 @@ from danlu.spec.cluster import Cluster, Dtype, OperatorName, TimingCurve
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.names import Label
 
-RoutedOperator = Literal["rms_norm", "gated_product", "rotate", "cross_entropy"]
+RoutedOperator = Literal["rms_norm", "gated_product", "rotate", "masked_attention", "cross_entropy"]
 """Operators that have several implementations."""
 ROUTED_OPERATORS: tuple[RoutedOperator, ...] = get_args(RoutedOperator)
 PROBED_AS: dict[RoutedOperator, tuple[OperatorName, OperatorName]] = {
@@ -20,7 +20,10 @@ PROBED_AS: dict[RoutedOperator, tuple[OperatorName, OperatorName]] = {
     "rotate": ("rotation", "rotation_backward"),
     "cross_entropy": ("loss", "loss_backward"),
 }
-"""What `danlu probe` calls them, forward and backward; sizes are elements of the first input in both."""
+"""What `danlu probe` calls them, forward and backward; sizes are elements of the first input in both.
+
+Not so attention: its time goes by tokens and their documents, and predictions have a price of its own.
+"""
 
 _SIGNATURE = re.compile(r"(\w+)\[([\d, ]*)\]")
 
@@ -87,7 +90,7 @@ class OperatorTable(SpecModel):
         """Times by size of the chosen implementations, as predictions take them."""
         found: dict[OperatorName, TimingCurve] = {}
         for operator, implementation in choices.items():
-            for backward, name in enumerate(PROBED_AS[operator]):
+            for backward, name in enumerate(PROBED_AS.get(operator, ())):
                 points = _points(self.calls, operator, bool(backward), implementation, dtype)
                 if len(points) > 1:
                     found[name] = TimingCurve(sizes=tuple(points), seconds=tuple(points.values()))

@@ -35,6 +35,7 @@ MASKED_ATTENTION = Operator(
     reference,
     # Shares are rounded before they are multiplied: below fp32 one rounding more than elsewhere, and sums of many.
     ROUNDING | {torch.float32: 2.0**-17, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5},
+    settings=((0.125,), (0.125,)),
 )
 
 

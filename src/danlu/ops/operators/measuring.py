@@ -17,6 +17,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "int64": torch.int64,
+    "int32": torch.int32,
 }
 _CACHED = 64 * 2**20
 """Bytes of inputs to take turns with, so that no cache holds them: in a step other operators ran in between."""
@@ -59,7 +60,7 @@ def _calls(
 
 
 def _draw(inputs: Sequence[str], device: torch.device) -> list[Tensor]:
-    """Values between ½ and 1½, which are good for every operator; token ids are 0."""
+    """Values between ½ and 1½, which are good for every operator; token ids and first keys are 0."""
     tensors = []
     for text in inputs:
         name, shape = parse_signature(text)

@@ -6,6 +6,7 @@ import torch
 
 from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
 from danlu.ops.operators.gated import GATED_PRODUCT
+from danlu.ops.operators.masked_attention import MASKED_ATTENTION
 from danlu.ops.operators.norm import RMS_NORM
 from danlu.ops.operators.operator import Implementation, Operator
 from danlu.ops.operators.rotary import ROTATE
@@ -15,6 +16,7 @@ OPERATORS: dict[RoutedOperator, Operator] = {
     "rms_norm": RMS_NORM,
     "gated_product": GATED_PRODUCT,
     "rotate": ROTATE,
+    "masked_attention": MASKED_ATTENTION,
     "cross_entropy": CROSS_ENTROPY,
 }
 CALLS: dict[str, tuple[RoutedOperator, bool]] = {
@@ -24,6 +26,8 @@ CALLS: dict[str, tuple[RoutedOperator, bool]] = {
     "danlu.gated_product_backward": ("gated_product", True),
     "danlu.rotate": ("rotate", False),
     "danlu.rotate_backward": ("rotate", True),
+    "danlu.masked_attention": ("masked_attention", False),
+    "danlu.masked_attention_backward": ("masked_attention", True),
     "danlu.softmax_sums": ("cross_entropy", False),
     "danlu.cross_entropy_backward": ("cross_entropy", True),
 }

@@ -13,7 +13,7 @@ from danlu.spec.rules.matmul import (
     MATMUL_RULES,
 )
 from danlu.spec.rules.network import CHIP_RULES, MAPPING_RULES, NETWORK_RULES, mapping_needs_cluster
-from danlu.spec.rules.operators import CUSTOM_OPERATOR_RULES, OPERATOR_RULES
+from danlu.spec.rules.operators import CUSTOM_OPERATOR_RULES, DECODER_OPERATOR_RULES, OPERATOR_RULES
 from danlu.spec.rules.optimizer import OPTIMIZER_RULES, group_patterns_match, group_problems
 from danlu.spec.rules.pipeline import PIPELINE_RULES, STAGE_RULES
 from danlu.spec.rules.recipe import DECODER_SETTING_RULES, SETTING_RULES, precision_module_names
@@ -45,6 +45,7 @@ DECODER_LAYOUT_RULES = (
     *DECODER_REGATHER_RULES,
     *DECODER_LOSS_CHUNK_RULES,
     *DECODER_MATMUL_LAYOUT_RULES,
+    *DECODER_OPERATOR_RULES,
 )
 """The same, where the model is described by its shape."""
 CUSTOM_LAYOUT_RULES = (

@@ -14,7 +14,7 @@ from danlu.spec.rules.shape import LayoutRule
 IN_BLOCKS: tuple[RoutedOperator, ...] = ("gated_product", "rotate")
 """Operators of blocks alone, which compiled blocks do not call; a norm also stands before the head."""
 
-_OF_MODULES: tuple[RoutedOperator, ...] = ("rms_norm", "gated_product")
+_OF_MODULES: tuple[RoutedOperator, ...] = ("rms_norm", "gated_product", "masked_attention")
 """Operators that `use_kernels` puts into modules of a custom model."""
 
 
@@ -30,7 +30,7 @@ def compiled_blocks_choose_nothing(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
 
 
 def custom_models_call_their_own(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Of a custom model only the loss is Danlu's; with `use_kernels` its norms and gated MLPs, too."""
+    """Of a custom model only the loss is Danlu's; with `use_kernels` norms, gated MLPs and attention, too."""
     model = recipe.value.model
     replaced = _OF_MODULES if isinstance(model, CustomModel) and model.use_kernels else ()
     for name, implementation in plan.value.operators.items():
@@ -44,5 +44,20 @@ def custom_models_call_their_own(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Pl
             )
 
 
+def nothing_is_hidden_from_attention(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Where every token sees all before it, or scores are in memory, torch's attention runs."""
+    model, implementation = recipe.value.decoder, plan.value.operators.get("masked_attention")
+    if implementation is None:
+        return
+    if model.materializes_scores:
+        reason, remedy = "the scores of this model are in memory, where masks are added", "remove it"
+    elif model.window is None and not recipe.value.data.document_mask:
+        reason, remedy = "every token sees all before it", "remove it, or `document_mask = true` under [data]"
+    else:
+        return
+    yield plan.problem("operators.masked_attention", f'is "{implementation}", but {reason}', remedy)
+
+
 OPERATOR_RULES: tuple[PlanRule, ...] = (compiled_blocks_choose_nothing,)
+DECODER_OPERATOR_RULES: tuple[LayoutRule, ...] = (nothing_is_hidden_from_attention,)
 CUSTOM_OPERATOR_RULES: tuple[LayoutRule, ...] = (custom_models_call_their_own,)
