@@ -50,6 +50,30 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+class _TellAtOnce:
+    """Names a failed test when it fails: a run that is killed later has then said so."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"FAILED {report.nodeid}, {report.when}: {_last_line(report)}", red=True)
+
+
+def _last_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).strip().splitlines()[0][:300]
+
+
+@pytest.hookimpl(trylast=True)  # once there is a terminal reporter
+def pytest_configure(config: pytest.Config) -> None:
+    """In CI, where output is read afterwards, failures are named at once."""
+    if IN_CI and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_TellAtOnce(config.pluginmanager.getplugin("terminalreporter")))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
     report = yield

@@ -73,7 +73,7 @@ def test_an_unnamed_dependency_is_caught() -> None:
 
 def test_the_site_builds_and_loads_nothing_from_outside(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360)
     assert result.returncode == 0, result.stdout + result.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) >= len(nav_pages())

@@ -213,6 +213,6 @@ def test_figures_are_carried_over(folder: Path) -> None:
 
 def test_the_command_compares(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "docs/reports/update.py", "--check"], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "docs/reports/update.py", "--check"], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,7 +30,7 @@ def run(folder: Path, ci: str, *options: str) -> subprocess.CompletedProcess[str
         (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "--continue-on-collection-errors", *options, str(folder)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")} | {"CI": ci}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=360)
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "over workers"])

@@ -70,7 +70,7 @@ class S3Lab:
             self.server = subprocess.Popen(
                 [*command, *ports], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.root
             )
-        self._wait_for_bucket(time.monotonic() + 60)
+        self._wait_for_bucket(time.monotonic() + 180)
 
     def kill(self) -> None:
         """End the server as a power cut would."""

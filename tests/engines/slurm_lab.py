@@ -128,7 +128,7 @@ class SlurmLab:
     def run(self, *command: str) -> str:
         """Run a command of Slurm's and return what it says."""
         return subprocess.run(
-            command, env=self.environment, check=True, capture_output=True, text=True, timeout=60
+            command, env=self.environment, check=True, capture_output=True, text=True, timeout=180
         ).stdout
 
     def _daemon(self, *command: str, log: str = "") -> None:

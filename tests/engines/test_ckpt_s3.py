@@ -61,7 +61,7 @@ def _served(tmp_path: Path) -> Iterator[str]:
 
 def _with_bucket(endpoint: str, log: Path) -> str:
     make = f"import s3fs; s3fs.S3FileSystem(endpoint_url={endpoint!r}).call_s3('create_bucket', Bucket='demo')"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 270
     while (tried := subprocess.run([sys.executable, "-c", make], capture_output=True, text=True)).returncode:
         assert time.monotonic() < deadline, tried.stderr[-2000:] + log.read_text()[-2000:]
         time.sleep(1)
@@ -71,7 +71,7 @@ def _with_bucket(endpoint: str, log: Path) -> str:
 def danlu(*arguments: str, group: str = "ckpt", folder: Path | None = None) -> str:
     words = [group, *arguments] if group else [*arguments]
     command = [sys.executable, "-W", "error::ResourceWarning", "-m", "danlu", *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=folder)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=540, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -19,7 +19,6 @@ from namespaces import supernodes, why_no_lab
 from danlu.scheduler import read_ranks
 from danlu.spec import EndEvent, RecoveryEvent, ResumeEvent, RunFolder, StartEvent, StepEvent, WarningEvent
 
-pytestmark = pytest.mark.timeout(400)
 RECIPE = """
 name = "lost-nodes"
 steps = 4000
@@ -57,12 +56,12 @@ def danlu(lab: SlurmNodes, folder: Path, *arguments: str) -> str:
     source = Path(__file__).parents[2] / "src"
     environment = {**lab.environment, "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
     command = lab.on(CONTROLLER, sys.executable, "-m", "danlu", *arguments)
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
-def wait_for_step(run: RunFolder, step: int, seconds: float = 240) -> None:
+def wait_for_step(run: RunFolder, step: int, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while step > max((event.step for event in events(run) if isinstance(event, StepEvent)), default=0):
         logs = "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(run.logs.glob("*.log")))
@@ -137,7 +136,7 @@ def test_with_no_node_that_waits_a_run_goes_on_with_fewer(nodes: SlurmNodes, tmp
 def test_a_job_that_may_not_shrink_is_requeued_and_resumes(nodes: SlurmNodes, tmp_path: Path) -> None:
     run = launched(nodes, tmp_path, "--spares", "0", "--set", "resilience.shrink=1")
     nodes.power_off(read_ranks(run.path).nodes[1])
-    wait_for_step(run, last_step(run) + 20, seconds=240)
+    wait_for_step(run, last_step(run) + 20)
     assert read_ranks(run.path).restart == 1
     assert any(isinstance(event, ResumeEvent) for event in events(run))
     danlu(nodes, tmp_path, "stop", "lost-nodes")
@@ -151,7 +150,7 @@ def test_a_coordinator_that_was_killed_is_replaced_and_the_run_goes_on(nodes: Sl
     for pid in found.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
     wait_for_step(run, last_step(run) + 20, seconds=60)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not any(isinstance(event, WarningEvent) and "took over" in event.message for event in events(run)):
         assert time.monotonic() < deadline
         time.sleep(0.3)

@@ -27,7 +27,7 @@ def served(script: str, source: Path, place: Path, *arguments: str) -> Iterator[
     with log.open("wb") as errors:
         server = subprocess.Popen(command, stderr=errors)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not place.is_mount():
             if server.poll() is not None or time.monotonic() > deadline:
                 raise NoFuseError(log.read_text() or "the file system does not appear")

@@ -46,7 +46,7 @@ class Account:
         """Run a command of danlu in the account's folder."""
         return subprocess.run(
             self.command("-m", "danlu", *arguments),
-            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120,
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=360,
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def by_ranks(folder: Path, world: int, parities: tuple[int, ...], seed: int = 0)
             source, disk, log = (folder / name / part for part in ("source", "disk", "log"))
             disks.enter_context(served("recording_fs.py", source, disk, str(log)))
         (folder / "scenarios.json").write_text(json.dumps(names))
-        run_ranks(Path(__file__).with_name("saving_rank.py"), world, str(folder), seconds=300)
+        run_ranks(Path(__file__).with_name("saving_rank.py"), world, str(folder), seconds=900)
     for name, parity in names:
         history = read_log(folder / name / "log", folder / name / "source")
         scenario = Scenario(f"{world} ranks, parity {parity}, order {name}", history)

@@ -46,7 +46,7 @@ def told(folder: Path, s3: S3Lab) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(1) as pool:
         hand = pool.submit(kill_when_asked)
-        run_ranks(Path(__file__).with_name("data_s3_rank.py"), 2, str(folder), s3.endpoint, seconds=300)
+        run_ranks(Path(__file__).with_name("data_s3_rank.py"), 2, str(folder), s3.endpoint, seconds=900)
         hand.result()
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
 

@@ -49,7 +49,7 @@ class Command:
         for line in self.process.stdout:
             self.lines.put(line)
 
-    def until(self, condition: Callable[[str], bool], seconds: float = 120.0) -> None:
+    def until(self, condition: Callable[[str], bool], seconds: float = 400.0) -> None:
         """Read until a line is as wanted."""
         deadline = time.monotonic() + seconds
         while True:
@@ -107,10 +107,10 @@ def test_a_disk_that_fills_up_ends_no_run(tmp_path: Path, mounted: Callable[[Pat
         command.until(lambda line: step_of(line) > full_at + 10)
         assert steps(run)[-1] == full_at, "the disk is still full"
         ballast.unlink()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while steps(run)[-1] < full_at + 11 and time.monotonic() < deadline:
             time.sleep(0.05)
-        subprocess.run([sys.executable, "-m", "danlu", "stop", "small"], cwd=tmp_path, check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "danlu", "stop", "small"], cwd=tmp_path, check=True, timeout=360)
         code = command.end()  # it still has its summary to print
     finally:
         if command.process.poll() is None:

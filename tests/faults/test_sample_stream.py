@@ -209,7 +209,7 @@ def test_real_processes_under_a_real_kill(root: Path, tmp_path: Path, undisturbe
                 break
             time.sleep(0.002)
         else:
-            assert process.wait(timeout=120) == 0
+            assert process.wait(timeout=360) == 0
     rows = {}
     for line in (tmp_path / "rows").read_text().splitlines():
         step, row = line.split()

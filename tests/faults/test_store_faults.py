@@ -142,7 +142,7 @@ def test_a_disk_that_fails_and_dawdles(folder: Path, failing: Callable[[Path, Pa
     )
     failing(kept, made.checkpoints, rules)
     process = danlu(folder, "train", "--resume", "failing", "--nproc", "2")
-    output = process.communicate(timeout=180)[0]
+    output = process.communicate(timeout=540)[0]
     assert process.returncode == 0, output
     told = warnings(folder, "failing")
     for step in (8, 12, 16):

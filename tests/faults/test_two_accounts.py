@@ -35,7 +35,7 @@ def steps(run: RunFolder) -> int:
 
 
 def until_step(run: RunFolder, step: int, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 360
     while steps(run) < step:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
@@ -66,6 +66,7 @@ def ports_of(processes: list[int]) -> list[int]:
     ]
 
 
+@pytest.mark.full
 def test_neither_can_read_stop_or_join_the_others_run(accounts: list[Account]) -> None:
     owner, stranger = accounts
     run = RunFolder(owner.folder / "runs" / "secret")
@@ -91,7 +92,7 @@ def test_neither_can_read_stop_or_join_the_others_run(accounts: list[Account]) -
         (stranger.folder / "question.json").write_text(json.dumps(question))
         answer = subprocess.run(
             stranger.command(str(Path(__file__).with_name("stranger.py")), "question.json"),
-            cwd=stranger.folder, env=stranger.environment, capture_output=True, text=True, timeout=120,
+            cwd=stranger.folder, env=stranger.environment, capture_output=True, text=True, timeout=360,
         )  # fmt: skip
         assert answer.returncode == 0, answer.stderr
         assert json.loads(answer.stdout.splitlines()[-1]) == [f"joined the store at port {control.port}"]
@@ -103,7 +104,7 @@ def test_neither_can_read_stop_or_join_the_others_run(accounts: list[Account]) -
     finally:
         if process.poll() is None:
             process.terminate()
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=180)[0]
     assert "Traceback" not in output
 
 
@@ -128,7 +129,7 @@ def test_who_connects_before_the_ranks_have_is_no_rank(accounts: list[Account]) 
     intruder = subprocess.Popen([*drop, "bash", "-c", TO_EVERY_PORT.replace("UID_OF_OWNER", str(owner.number))])
     try:
         process = started(owner, "--name", "early")
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=360)[0]
     finally:
         intruder.kill()
         intruder.wait()

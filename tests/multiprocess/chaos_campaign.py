@@ -23,7 +23,7 @@ from danlu.spec.fault_mix import INJECTED_FAULTS, InjectedFault
 COORDINATOR, AGENT, DOUBLE = "coordinator", "agent", "double"
 """The launcher is killed, and the run resumed; the process that forks ranks is killed with one rank; a second rank is
 killed while the run recovers from the first."""
-PATIENCE = 120.0
+PATIENCE = 300.0
 PACE_STEPS = 12
 """Steps after which a run knows its pace, and with it what a hang is."""
 RECIPE = """

@@ -296,7 +296,7 @@ def older_ones_stay_until_all_ranks_have_read_back(folder: Path) -> None:
     if last:
         store.may_read.clear()
     assert checkpoints.async_save(20, tensors(20, Shard(0)), {})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not last and checkpoints._saver.verified_step < 20:
         assert time.monotonic() < deadline, "rank 0 has nobody to wait for"
         time.sleep(0.01)

@@ -123,4 +123,4 @@ LAYOUTS = [
     Packed("chat, whole rows, llama fsdp", "llama", _plan(shard=2), chat=True, document_mask=False),
     Packed("qwen3 zbv", "qwen3", _plan(pp=2, microbatches=4, schedule="zbv", per_rank=2)),
 ]
-QUICK = ("cp × tp", "ring cp × tp", "fsdp × 1f1b", "moe ep", "llama 1f1b, recompute full", "chat fsdp × tp")
+QUICK = ("cp × tp", "fsdp × 1f1b", "moe ep", "llama 1f1b, recompute full")

@@ -441,18 +441,10 @@ FP8_MOE_LAYOUTS = [
     )
 ]
 QUICK = (
-    *("accumulate 4", "moe accumulate 4", "fsdp", "tp", "cp", "moe ep", "moe ep, balanced by bias"),
+    *("accumulate 4", "moe accumulate 4", "fsdp", "tp", "cp", "moe ep"),
     *("gpipe", "1f1b, layers 3 + 1", "interleaved", "zero-bubble", "zbv"),
-    *("fsdp, recompute selective", "fsdp × 1f1b, recompute by layer", "hsdp, accumulate 2", "fsdp × tp"),
-    "fsdp × tp, regathered",
-    "tp, loss in parts",
-    "gpt fsdp, accumulated, loss in parts",
-    *("NNG: fsdp, kept gathered, reduced once", "IIG: hsdp × tp, moments over all"),
-    *("moe fsdp × ep", "moe ep over tp", "tp × ring cp", "moe ep 4 over two levels, deduplicated"),
-    "moe fsdp × ep, in 3 parts",
-    *("muon hsdp", "muon fsdp × tp"),
-    "mtp tp × 1f1b",
-    "mla fsdp × tp × ep 4",
-    "sinks tp × cp",
+    *("fsdp, recompute selective", "hsdp, accumulate 2", "fsdp × tp", "fsdp × tp, regathered"),
+    *("NNG: fsdp, kept gathered, reduced once", "gpt fsdp, accumulated, loss in parts"),
+    *("moe fsdp × ep, in 3 parts", "tp × ring cp", "muon fsdp × tp", "mtp tp × 1f1b", "mla fsdp × tp × ep 4"),
 )
 """Layouts that every push trains: each axis, each schedule, and pairs; the others wait for `.ci/full`."""

@@ -127,7 +127,7 @@ def live(
     return told
 
 
-def wait_for(path: Path, seconds: float = 60) -> None:
+def wait_for(path: Path, seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:

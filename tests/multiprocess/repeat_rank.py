@@ -20,6 +20,8 @@ from danlu.spec.recipe import Recipe
 from danlu.storage.checkpoint.engine import CheckpointEngine, open_checkpoint_engine
 
 STOPS = {"tiny-llama": (1, 3, 5, 7, 9), "tiny-moe": (1, 3, 5, 7, 9), "dropout": (5,)}
+RESUMED_AT = 5
+"""Where also another layout goes on."""
 
 
 def recipe_of(model: str, shards: str) -> Recipe:
@@ -46,14 +48,13 @@ def main() -> None:
     place = RankInfo(rank=rank, world_size=world, local_rank=rank, endpoint=f"127.0.0.1:{port}", token=bytes(32))
     joined = World.join(place, "gloo", rendezvous(place))
     results: dict[str, dict[str, list[str]]] = {}
-    for model in json.loads(sys.argv[5]):
-        stops = STOPS[model]
+    for model, stops in json.loads(sys.argv[5]).items():
         made = recipe_of(model, str(folder / "shards"))
         plan = Plan(degrees=Degrees(shard=2, ep=2 if model == "tiny-moe" else 1))
         found = {"first": losses(train_in_memory(made, plan, rank)[0])}
         found["second"] = losses(train_in_memory(made, plan, rank)[0])
-        checkpoints = open_checkpoint_engine(folder / model, len(stops), World.adopt())
-        for stop in stops:
+        checkpoints = open_checkpoint_engine(folder / model, len(stops) + 1, World.adopt())
+        for stop in sorted({*stops, RESUMED_AT}):
             before, state = train_in_memory(made, plan, rank, stop_at=stop)
             checkpoints.save(state.step, state.tensors(), state.scalars())
             assert state.step == stop
@@ -62,8 +63,8 @@ def main() -> None:
             assert state.cursor == STEPS * made.batch.sequences
             found[f"stopped at {stop}"] = losses(before + after)
         other = Plan(degrees=Degrees(tp=2), microbatches=2)  # as many microbatches in all: dropout draws for each
-        after, _ = train_in_memory(made, other, rank, partial(resume, checkpoints, 5))
-        found["resumed at 5 with tp"] = found["first"][:5] + losses(after)
+        after, _ = train_in_memory(made, other, rank, partial(resume, checkpoints, RESUMED_AT))
+        found["resumed with tp"] = found["first"][:RESUMED_AT] + losses(after)
         results[model] = found
     if rank == 0:
         (folder / "repeat.json").write_text(json.dumps(results))

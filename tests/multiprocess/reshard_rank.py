@@ -74,8 +74,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tiny-moe by Muon, averaged": {"optimizer": "muon", "ema": 0.5},
 }
 QUICK = {
-    "tiny-llama": ("one", "tp 2", "hsdp 2 × 2, moments over all", "pp 2 × fsdp 2"),
-    "tiny-moe": ("one", "ep 2", "fsdp 4 × ep 4", "pp 2 × fsdp 2 × ep 2"),
+    "tiny-llama": ("tp 2", "hsdp 2 × 2, moments over all", "pp 2 × fsdp 2"),
+    "tiny-moe": ("one", "pp 2 × fsdp 2 × ep 2"),
     "tiny-moe by Muon, averaged": ("fsdp 2 × tp 2", "hsdp 2 × 2 × ep 2"),
 }
 """The sample for every change."""

@@ -25,7 +25,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     def told(world: int) -> dict[str, list[str]]:
         if world == 1:
             told(2)  # it loads what two ranks have saved
-        run_ranks(RANK, world, str(folder), seconds=120)
+        run_ranks(RANK, world, str(folder), seconds=360)
         found: dict[str, list[str]] = {}
         for file in sorted(folder.glob(f"{world}-*.json")):
             for case, outcome in json.loads(file.read_text()).items():

@@ -31,7 +31,7 @@ def danlu(folder: Path, *arguments: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=540,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,6 @@ from danlu.spec import RunFolder
 from danlu.storage.data.build import build_dataset
 from danlu.storage.data.tokenizer import BytesTokenizer
 
-pytestmark = pytest.mark.timeout(900)
 BAR = 1e-6
 NAMES = (
     *("accumulate 4", "moe accumulate 4", "fsdp, kept gathered", "hsdp, accumulate 2", "tp", "cp", "gpt tied, tp"),
@@ -26,7 +25,7 @@ NAMES = (
     *("fsdp × cp × tp", "moe 1f1b × ep", "moe hsdp × cp × ep 4"),
     *("tp × ring cp", "ring cp × interleaved", "moe ring cp × ep"),
 )
-QUICK = ("fsdp, kept gathered", "moe ep, balanced by bias", "zbv", "tp × zbv")
+QUICK = ("fsdp, kept gathered", "moe ep, balanced by bias", "tp × zbv")
 CHOSEN = [layout for layout in LAYOUTS if layout.name in NAMES]
 
 
@@ -101,7 +100,7 @@ def test_a_checkpoint_is_evaluated_and_sampled_as_the_run_was(folder: Path, tmp_
 
     def danlu(*arguments: str) -> str:
         command = [sys.executable, "-m", "danlu", *arguments]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 

@@ -3,7 +3,7 @@
 import pytest
 from hangs import CAUSES, GRACE_SECONDS, Found, HangingRanks
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 WORLD = 4
 
 
@@ -12,7 +12,7 @@ def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """One hang of every cause, between clean steps."""
     ranks = HangingRanks(tmp_path_factory.mktemp("hangs"), WORLD)
     found = {}
-    with ranks.running(seconds=240):
+    with ranks.running(seconds=720):
         ranks.run_clean(steps=60)
         for number, cause in enumerate(CAUSES):
             found[cause] = ranks.hang(cause, rank=number % WORLD)

@@ -20,7 +20,7 @@ DRAWN = 60 * len(CASES)
 
 @pytest.mark.parametrize("ranks", SHAPES)
 def test_drawn_cases_equal_what_numpy_computes(ranks: int, tmp_path: Path) -> None:
-    run_ranks(RANK, ranks, str(tmp_path), str(DRAWN), seconds=120)
+    run_ranks(RANK, ranks, str(tmp_path), str(DRAWN), seconds=360)
     told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     assert [each["failed"] for each in told] == [""] * ranks
     assert [each["cases"] for each in told] == [DRAWN] * ranks

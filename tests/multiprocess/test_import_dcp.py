@@ -20,7 +20,7 @@ from danlu.storage.store.base import open_store
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dcp") / "iter_0000120"
-    run_ranks(Path(__file__).with_name("dcp_rank.py"), 2, str(folder), seconds=120)
+    run_ranks(Path(__file__).with_name("dcp_rank.py"), 2, str(folder), seconds=360)
     assert len(list(folder.glob("*.distcp"))) == 2
     return folder
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_source(folder / "sources", "code", 2000, 1)
     make_source(folder / "sources", "prose", 5000, 2)
     write_texts(folder / "sources" / "late.jsonl", 3000, 3)
-    run_ranks(Path(__file__).with_name("mixture_rank.py"), 2, str(folder), seconds=300)
+    run_ranks(Path(__file__).with_name("mixture_rank.py"), 2, str(folder), seconds=900)
     return folder
 
 

@@ -11,7 +11,7 @@ RANK = Path(__file__).parent / "nonfinite_rank.py"
 
 
 def test_ranks_skip_and_give_up_together(tmp_path: Path) -> None:
-    run_ranks(RANK, 2, str(tmp_path), seconds=120)
+    run_ranks(RANK, 2, str(tmp_path), seconds=360)
     found = [json.loads((tmp_path / f"nonfinite-{rank}.json").read_text()) for rank in range(2)]
     assert [each["own loss finite"][2] for each in found] == [True, False], "rank 1 alone saw it in the third step"
     assert [each["own loss finite"][6] for each in found] == [False, True], "rank 0 alone in the seventh"

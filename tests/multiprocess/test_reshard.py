@@ -50,7 +50,7 @@ def is_same(pair: str, found: dict[str, dict[str, float]]) -> bool:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
-    return compare(folder, selected(request), processes=4, seconds=400)
+    return compare(folder, selected(request), processes=4, seconds=900)
 
 
 @pytest.mark.parametrize("pair", pairs_of(QUICK), ids=lambda pair: pair.replace("→", "to").replace("×", "x"))

@@ -30,7 +30,7 @@ def sessions(folder: Path) -> Path:
         run.path.mkdir()
         run.recipe.write_text(toml.dumps(recipe(model, str(folder / "shards")).model_copy(update={"steps": steps})))
         run.plan.write_text(toml.dumps(wanted))
-    run_ranks(RANK, 2, str(folder), seconds=300)
+    run_ranks(RANK, 2, str(folder), seconds=900)
     return folder
 
 

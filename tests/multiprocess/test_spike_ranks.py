@@ -21,7 +21,7 @@ def test_ranks_rewind_and_skip_together(tmp_path: Path) -> None:
         {"policy": "skip", "steps": 60, "degrees": {"replicate": 2}, "injections": injections[:1]},
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    run_ranks(RANK, 2, str(tmp_path), seconds=180)  # ranks that disagree wait for each other
+    run_ranks(RANK, 2, str(tmp_path), seconds=540)  # ranks that disagree wait for each other
     first, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
     assert first == second, "every rank has seen, done and paid the same"
     rewound, skipped = first

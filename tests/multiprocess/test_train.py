@@ -49,7 +49,7 @@ def danlu(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 def run(folder: Path, *arguments: str, code: int = 0) -> str:
     process = danlu(folder, *arguments)
-    output = process.communicate(timeout=180)[0]
+    output = process.communicate(timeout=540)[0]
     assert process.returncode == code, output
     return output
 
@@ -88,11 +88,11 @@ def test_run_folder_is_complete(folder: Path, whole: dict[int, float]) -> None:
 def test_interrupt_saves_and_resume_goes_on(folder: Path, whole: dict[int, float]) -> None:
     (folder / "long.toml").write_text(RECIPE.format(steps=10_000))
     process = danlu(folder, "train", "long.toml", "--nproc", "2", "--name", "stopped")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 360
     while len(losses(folder, "stopped")) < 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=180)[0]
     assert process.returncode == 3, output
     assert "stopped" in output
     before = losses(folder, "stopped")
@@ -139,13 +139,13 @@ def test_failure_names_the_rank(folder: Path, whole: dict[int, float]) -> None:
     made = RunFolder(folder / "runs" / "broken")
     words = ["long.toml", "--nproc", "2", "--name", "broken", "--set", "resilience.restarts=0"]
     process = danlu(folder, "train", *words)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 360
     while len(losses(folder, "broken")) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     victim = read_flights(made.path)[1].pid
     assert Path(f"/proc/{victim}/comm").read_text() == "danlu rank 1\n"
     os.kill(victim, signal.SIGKILL)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=360)[0]
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in output
     last = list(made.read_events())[-1]
@@ -183,7 +183,7 @@ def test_a_program_trains_as_the_command_does(folder: Path, whole: dict[int, flo
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=540,
     )
     assert called.returncode == 0, called.stdout + called.stderr
     assert losses(folder, "called") == whole, "to the last bit"

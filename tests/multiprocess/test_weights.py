@@ -26,7 +26,7 @@ QUICK = ("tp", "tied, tp", "ep")
 def trained(folder: Path, request: pytest.FixtureRequest) -> Path:
     names = [name for name in LAYOUTS if name in selected(request)]
     processes = max((LAYOUTS[name][1].degrees.world for name in names), default=1)
-    run_ranks(RANK, processes, str(folder), json.dumps(names), seconds=300)
+    run_ranks(RANK, processes, str(folder), json.dumps(names), seconds=900)
     return folder
 
 
@@ -43,7 +43,7 @@ def test_a_layout_starts_and_trains_as_one_process(name: str, trained: Path) -> 
 def danlu(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "danlu", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

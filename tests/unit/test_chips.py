@@ -162,6 +162,7 @@ print(min(step() for _ in range(8)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
 def test_a_rank_keeps_the_memory_it_frees_for_its_next_step() -> None:
     """Tensors of 40 MB and more, which are 45,000 pages in all, are asked for again and again."""

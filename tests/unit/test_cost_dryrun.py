@@ -177,13 +177,10 @@ QUANTIZED = {
 """Inputs of matmuls are kept in fp8."""
 LAYOUTS = DENSE | EXPERTS | DOCUMENTS | IN_FULL | MUON | LATENT | WINDOW_LAYOUTS | QUANTIZED | MTP
 QUICK = {
-    "hsdp × tp, reduced once, moments over all",
     "hsdp × ring cp 4, selective",
     "documents: fsdp × cp × tp, recomputed",
-    "zbv × tp, regathered",
     "ep × tp, selective",
     "fp32: fsdp",
-    "muon: hsdp × tp",
     "latent: fsdp × tp, selective",
     "mtp: 1f1b, two layers",
     "sinks: fsdp × cp × tp",
@@ -337,6 +334,7 @@ def test_a_spread_of_layouts_is_compared() -> None:
     assert len(CASES) >= 10
 
 
+@pytest.mark.full
 def test_recompute_of_some_layers_takes_what_lies_between() -> None:
     """In the dry run and in the formulas: between no recompute and all of it, in bytes and in FLOPs."""
     recipe = recipe_of("fsdp, by layer")

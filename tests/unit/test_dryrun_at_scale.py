@@ -115,6 +115,7 @@ def test_parts_of_tokens_are_sent_one_by_one_and_parameters_gathered_once() -> N
     assert calls(parts, "all_to_all")["float32", payload // 4] == 4 * sends
 
 
+@pytest.mark.full
 def test_exact_balance_gathers_the_scores_of_a_sequence_that_ranks_share() -> None:
     plain = recipe("tiny-moe")
     assert plain.model.moe is not None

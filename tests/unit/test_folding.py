@@ -65,7 +65,7 @@ CASES = {
     "groups by layer": (recipe("tiny-llama", 9, optimizer=BY_LAYER), plan(shard=2), 1, 5),
     "experts × 1f1b": (recipe("tiny-moe", 20, dense=1), plan(pp=2, shard=2, ep=2, microbatches=2), 0, 5),
 }
-QUICK = {"1f1b", "experts × tp, selective", "muon, hsdp × tp"}
+QUICK = {"1f1b", "experts × tp, selective"}
 
 
 def operators(trace: Trace) -> Counter[Any]:

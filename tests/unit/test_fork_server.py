@@ -13,7 +13,7 @@ from danlu.comm.launcher_link import RankLinks
 from danlu.scheduler.fork_server import ForkedRank, ForkServer
 from danlu.scheduler.rank_failure import UNKNOWN_EXIT, describe_failure
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Server:
@@ -31,7 +31,7 @@ class Server:
             return self.server.fork([*words, "--locked"], log.fileno(), link.fileno(), is_done=is_done)
 
     def until_forked(self, rank: ForkedRank) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not rank.pid and time.monotonic() < deadline:
             rank.poll()
             time.sleep(0.01)

@@ -51,6 +51,7 @@ def test_the_shape_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "out" / "model.toml")) == model
 
 
+@pytest.mark.full
 def test_a_wrong_trait_would_show(tmp_path: Path) -> None:
     source = make_hf(tmp_path / "source", "deepseek v3 tied, long context")
     model = import_hf(source, tmp_path / "out").model

@@ -48,7 +48,7 @@ def interpreted() -> dict[str, list[str]]:
         pytest.skip(f"the interpreter of Triton {triton.__version__} needs numpy before 2.4")
     command = [sys.executable, str(HERE / "kernel_cases.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     found = {case["case"]: case["problems"] for case in map(json.loads, run.stdout.splitlines())}
     # A thread of torch 2.12 with CUDA was seen to abort the process at its end.
     assert run.returncode == 0 or torch.version.cuda, run.stderr
@@ -117,7 +117,7 @@ def test_the_room_loads_without_triton() -> None:
         "assert language.register_kernels('cpu') == []\n"
         "assert 'not installed' in language.register.why_no_kernels('cpu')\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=360).returncode == 0
 
 
 def test_a_cpu_has_no_kernels_outside_of_the_interpreter() -> None:
@@ -159,7 +159,7 @@ def test_the_how_to_prints_what_it_shows(tmp_path: Path, step: str) -> None:
     (tmp_path / "mine.py").write_text(python_blocks("docs/how-to/kernel.md")[0], "utf-8")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": str(int(step == "check"))}
     run = subprocess.run(
-        [sys.executable, "mine.py", step], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "mine.py", step], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
     shown, printed = (ROOT / "docs/how-to/kernel.md").read_text("utf-8"), f"python mine.py {step}\n{run.stdout}```"

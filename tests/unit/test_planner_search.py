@@ -44,6 +44,7 @@ SMALL = {
     "one node": question(chips=4, cluster=machine(nodes=1)),
 }
 SLOW = (
+    "experts",
     "experts by Muon, with an average",
     "experts, imbalance",
     "experts, little memory",

@@ -66,7 +66,7 @@ def held(run: RunFolder, rank: str = "", then: str = FOREVER) -> Iterator["subpr
         process.communicate()
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -212,5 +212,5 @@ def test_processes_share_a_cache_without_ever_reading_wrong(tmp_path: Path) -> N
         subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path), str(rank)], stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
-    hits = [int(rank.communicate(timeout=120)[0]) for rank in ranks]
+    hits = [int(rank.communicate(timeout=360)[0]) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks) and min(hits) > 300

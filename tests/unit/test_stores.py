@@ -195,16 +195,23 @@ def test_a_plain_path_is_safe(store: Store, path: str) -> None:
     assert store.read(path) == b"x"
 
 
-@pytest.mark.parametrize("as_list", [True, False])
+LARGE_FILES = [
+    [DIRECT_IO_MIN_BYTES],
+    [2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 17],
+    [5, DIRECT_IO_MIN_BYTES, 1],
+    [ALIGNMENT - 3, 3, 2 * BLOCK_BYTES],
+    [100_003] * 130,
+    [BLOCK_BYTES + ALIGNMENT, 0, 300_000, 300_000],
+]
+"""Lengths of the parts of one file."""
+
+
 @pytest.mark.parametrize(
-    "lengths",
+    ("lengths", "as_list"),
     [
-        [DIRECT_IO_MIN_BYTES],
-        [2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 17],
-        [5, DIRECT_IO_MIN_BYTES, 1],
-        [ALIGNMENT - 3, 3, 2 * BLOCK_BYTES],
-        [100_003] * 130,
-        [BLOCK_BYTES + ALIGNMENT, 0, 300_000, 300_000],
+        pytest.param(lengths, as_list, marks=() if as_list == (number % 2 == 1) else pytest.mark.full)
+        for number, lengths in enumerate(LARGE_FILES)
+        for as_list in (True, False)
     ],
 )
 def test_large_files_of_any_alignment(store: Store, lengths: list[int], as_list: bool) -> None:
