@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from crash_campaign import Tally, explore
 from crash_states import states
 from history import History, Name, Recorder
@@ -36,6 +37,7 @@ def test_states_of_the_real_class(memory: Path) -> None:
     assert tally.scenarios == 2 and tally.states >= 100, tally
 
 
+@pytest.mark.full
 def test_a_commit_that_does_not_wait_for_names_is_caught(memory: Path) -> None:
     """The question itself is put to the test: without the wait before the manifest's name, it must find states."""
     real = LocalStore._sync_folder
