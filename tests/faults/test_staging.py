@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from danlu.storage.checkpoint.parity_groups import group_writers, parity_group_of_writer
@@ -21,6 +22,7 @@ def test_what_a_dead_process_published_goes_when_the_next_takes_memory(tmp_path:
     published = tmp_path / "step-00000004" / "00c0ffee-000003.pack"
     lines = f"""
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from danlu.storage.checkpoint.staging_buffers import StagingBuffer
 StagingBuffer(Path("{tmp_path}/000003-0"), 100).publish(Path("{published}"))
@@ -52,3 +54,21 @@ def test_every_group_has_one_keeper_who_is_of_another_where_there_is_one() -> No
         assert len(kept) == 1 or all(
             keeper not in group_writers(group, writers, size) for group, keeper in kept.items()
         )
+
+
+def test_ranks_of_a_host_publish_and_take_back_in_one_folder(tmp_path: Path) -> None:
+    """One gives a save up while the other only begins it: the folder is gone when it has just been made."""
+    buffers = [StagingBuffer(tmp_path / f"{rank:06d}-0", 10) for rank in range(2)]
+    folder = tmp_path / "step-00000010"
+
+    def publish_again_and_again(rank: int) -> None:
+        for _ in range(2000):
+            buffers[rank].publish(folder / f"{rank:06d}.pack")
+            buffers[rank].unpublish()
+
+    with ThreadPoolExecutor(2) as ranks:
+        for done in [ranks.submit(publish_again_and_again, rank) for rank in range(2)]:
+            done.result()
+    for buffer in buffers:
+        buffer.close()
+    assert not any(tmp_path.iterdir())

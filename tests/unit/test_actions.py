@@ -60,7 +60,14 @@ def _watch(stage: Any, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zbv", 2)]
+    ("schedule", "per_rank"),
+    [
+        pytest.param("gpipe", 1, marks=pytest.mark.full),
+        ("1f1b", 1),
+        pytest.param("interleaved", 2, marks=pytest.mark.full),
+        ("zero-bubble", 2),
+        ("zbv", 2),
+    ],
 )
 def test_actions_are_those_that_stages_take(schedule: Any, per_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(

@@ -118,8 +118,9 @@ def test_suggested_number_mends_it(name: str) -> None:
     table = [*re.split(r"[.\[\]]+", problem["key"])]
     table = table if problem["key"] == "degrees" else table[:-1] if found[1] == table[-1] else table
     _set(Path(problem["file"]), [*table, found[1]], json.loads(found[2]))
-    assert problem["message"] not in [other["message"] for other in _problems(arguments)]
-    assert problem["key"] not in [other["key"] for other in _problems(arguments)]
+    others = _problems(arguments)
+    assert problem["message"] not in [other["message"] for other in others]
+    assert problem["key"] not in [other["key"] for other in others]
 
 
 def _problems(arguments: list[str]) -> list[dict[str, str]]:

@@ -174,7 +174,7 @@ def test_a_wrong_buffer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("dtype", "moe"),
     [
-        pytest.param(torch.bfloat16, MOE, id="experts, bf16"),
+        pytest.param(torch.bfloat16, MOE, id="experts, bf16", marks=pytest.mark.full),
         pytest.param(torch.bfloat16, None, id="dense, bf16", marks=pytest.mark.full),
         pytest.param(torch.float32, MOE, id="experts, fp32", marks=pytest.mark.full),
         pytest.param(torch.float32, None, id="dense, fp32", marks=pytest.mark.full),

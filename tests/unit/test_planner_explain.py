@@ -21,7 +21,7 @@ from danlu.spec.toml import dumps
 
 
 def test_a_slow_level_is_named_and_a_fast_one_is_not() -> None:
-    slow = search(question(chips=16, cluster=machine(slow=1e9)), shown=1).best[0]
+    slow = search(question(chips=8, cluster=machine(slow=1e9)), shown=1).best[0]
     assert bottleneck(slow) == "rack"
     assert level_costs(slow)[0].seconds > 0.1 * slow.seconds
     fast = search(question(chips=4, cluster=machine(nodes=1)), shown=1).best[0]
@@ -29,7 +29,7 @@ def test_a_slow_level_is_named_and_a_fast_one_is_not() -> None:
 
 
 def test_parts_of_a_step_add_up_and_have_words() -> None:
-    best = search(question(EXPERTS, chips=16), shown=1).best[0]
+    best = search(question(EXPERTS, chips=8), shown=1).best[0]
     parts = best.prediction.parts
     assert sum(parts.values()) == pytest.approx(best.seconds)
     assert set(parts) <= set(PART_LABELS)

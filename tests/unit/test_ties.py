@@ -49,7 +49,7 @@ def _fastest_of_all_degrees(asked: PlanRequest) -> list[PricedPlan]:
     return list(best.values())
 
 
-@pytest.mark.parametrize("width", [0.0, TIE_WIDTH, 0.2])
+@pytest.mark.parametrize("width", [0.0, TIE_WIDTH, pytest.param(0.2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ASKED)
 def test_a_tie_is_all_that_pricing_every_layout_finds(name: str, width: float) -> None:
     every = _fastest_of_all_degrees(ASKED[name])

@@ -37,9 +37,16 @@ class StagingBuffer:
 
     def publish(self, path: Path) -> None:
         """Link the buffer under a name, from which any process of this host reads it without a copy."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)
-        path.hardlink_to(self.path)
+        for left in reversed(range(_MAX_TRIES)):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                path.unlink(missing_ok=True)
+                path.hardlink_to(self.path)
+            except (FileNotFoundError, FileExistsError):  # another rank removed the folder while it was still empty
+                if not left:
+                    raise
+            else:
+                break
         self.published_path = path
 
     def unpublish(self) -> None:
