@@ -46,7 +46,7 @@ def test_commands_that_look_at_files(folder: Path) -> None:
     danlu(folder, "show", "kept")
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_the_run_goes_on(folder: Path, ranks: int) -> None:
     (folder / "plan.toml").write_text(f"microbatches = 2\n[degrees]\nshard = {ranks}\nep = {ranks}\n")
     danlu(folder, "resume", "kept", "--plan", "plan.toml", "--nproc", str(ranks))

@@ -25,7 +25,7 @@ NAMES = (
     *("fsdp × cp × tp", "moe 1f1b × ep", "moe hsdp × cp × ep 4"),
     *("tp × ring cp", "ring cp × interleaved", "moe ring cp × ep"),
 )
-QUICK = ("fsdp, kept gathered", "moe ep, balanced by bias", "tp × zbv")
+QUICK = ("moe ep, balanced by bias", "tp × zbv")
 CHOSEN = [layout for layout in LAYOUTS if layout.name in NAMES]
 
 

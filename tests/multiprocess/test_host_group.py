@@ -10,8 +10,12 @@ RANK = Path(__file__).parent / "host_group_rank.py"
 
 @pytest.mark.parametrize(
     ("ranks", "on_each_host", "blocks"),
-    [(2, 2, ()), (3, 3, ()), (4, 2, ()), (4, 1, (2,))],
-    ids=["2-2", "3-3", "4-2", "4-1 in blocks of 2"],
+    [
+        pytest.param(2, 2, (), id="2-2", marks=pytest.mark.full),
+        pytest.param(3, 3, (), id="3-3"),
+        pytest.param(4, 2, (), id="4-2"),
+        pytest.param(4, 1, (2,), id="4-1 in blocks of 2", marks=pytest.mark.full),
+    ],
 )
 def test_collectives_inside_a_host_go_through_its_memory(
     ranks: int, on_each_host: int, blocks: tuple[int, ...], tmp_path: Path

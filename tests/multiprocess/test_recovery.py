@@ -56,6 +56,7 @@ def test_every_kind_of_fault_is_survived_and_nothing_is_learned_differently(
     assert sources["kill"] == sources["stop"] == sources[DOUBLE] == "memory"
 
 
+@pytest.mark.full
 def test_a_replica_that_went_wrong_is_outvoted_and_leaves_no_trace(tmp_path: Path) -> None:
     recipe = RECIPE.replace("sequences = 8", "sequences = 6")
     runs = []
