@@ -150,6 +150,7 @@ def _refused(stranger: Account, run: RunFolder, owner: Account) -> None:
     assert listed.returncode == 0 and "private to others: secret" in listed.stderr, listed.stderr
 
 
+@pytest.mark.full  # of the run that the first one leaves
 def test_who_is_let_in_reads_and_no_more(accounts: list[Account]) -> None:
     owner, guest = accounts
     run = RunFolder(owner.folder / "runs" / "secret")
