@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_runs import append, make_run, started, step
+from rich.progress import Progress
 from rich.text import Text
 from typer.testing import CliRunner
 
@@ -78,3 +79,16 @@ def test_every_console_is_ours() -> None:
     raw = re.compile(r"^\s*from rich(\.console)? import .*\b(Console|print)\b", re.MULTILINE)
     files = [file for file in room.rglob("*.py") if file.name != "terminal.py"]
     assert not [str(file.relative_to(room)) for file in files if raw.search(file.read_text(encoding="utf-8"))]
+
+
+def test_a_bar_is_drawn_and_not_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is shown rich puts a stream of its own over the one that escapes."""
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stdout", shown)
+    with escape_streams(), Progress(console=Console(force_terminal=True)) as progress:
+        progress.advance(progress.add_task("at work", total=2))
+        progress.refresh()
+        print("\x1b[2J")
+    assert "\x1b[2K" in shown.getvalue() and "at work" in shown.getvalue()
+    assert "\\u001b" not in shown.getvalue(), "what the bar draws with is obeyed"
+    assert "\x1b[2J" not in shown.getvalue(), "what others print is not"

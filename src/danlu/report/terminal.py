@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from rich import console as rich_console
 from rich.console import ConsoleOptions, RenderableType
@@ -15,6 +15,16 @@ from danlu.spec.text import printable
 
 class Console(rich_console.Console):
     """rich's console: its own styles reach the terminal, control characters in texts are escaped."""
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream below all that escape: while something live is shown, rich puts a stream of its own over ours."""
+        found = super().file
+        return found.rich_proxied_file if isinstance(found, EscapingStream) else found
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of a renderable, escaped."""
