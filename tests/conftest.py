@@ -59,12 +59,12 @@ class _TellAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._terminal.ensure_newline()
-            self._terminal.write_line(f"FAILED {report.nodeid}, {report.when}: {_last_line(report)}", red=True)
+            self._terminal.write_line(f"FAILED {report.nodeid}, {report.when}: {_first_line(report)}", red=True)
 
 
-def _last_line(report: pytest.TestReport) -> str:
+def _first_line(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr).strip().splitlines()[0][:300]
+    return str(crash.message if crash else report.longrepr).strip().partition("\n")[0][:300]
 
 
 @pytest.hookimpl(trylast=True)  # once there is a terminal reporter

@@ -82,6 +82,10 @@ def test_what_cannot_run_here_is_refused_before_anything_changes(monkeypatch: py
         ('operators = {rms_norn = "torch"}', "rms_norm"),
         ('compile = true\noperators = {rotate = "torch"}', "compilers make their own kernel"),
         ('operators = {masked_attention = "torch"}', "every token sees all before it"),
+        (
+            'context_parallel = "ring"\noperators = {masked_attention = "torch"}\n[degrees]\ncp = 2',
+            "an operator of its own",
+        ),
     ],
 )
 def test_a_plan_that_chooses_in_vain_is_refused(tmp_path: Path, plan: str, said: str) -> None:
@@ -206,13 +210,18 @@ def test_a_cluster_that_was_not_probed_takes_no_table(tmp_path: Path) -> None:
     assert "has no effect with cluster h100-pod" in done.output
 
 
-def test_a_compiled_plan_chooses_what_its_blocks_do_not_compute(tmp_path: Path) -> None:
+def probed(folder: Path) -> str:
+    """Write a cluster whose operators were measured, `probed.toml`; the kind of its chip."""
     cluster = load_cluster("h100-pod")
     points = {name: TimingCurve(sizes=(1e3, 1e9), seconds=(1e-6, 1.0)) for name in get_args(OperatorName)}
     chip = cluster.chip.model_copy(update={"operators": {load_recipe(RECIPE).precision.compute: points}})
-    (tmp_path / "probed.toml").write_text(toml.dumps(cluster.model_copy(update={"chip": chip})))
+    (folder / "probed.toml").write_text(toml.dumps(cluster.model_copy(update={"chip": chip})))
+    return chip.kind
+
+
+def test_a_compiled_plan_chooses_what_its_blocks_do_not_compute(tmp_path: Path) -> None:
     measured = table(rms_norm={"torch": 3.0, "native": 1.0}, rotate={"torch": 1.0, "native": 3.0})
-    (tmp_path / "ops.toml").write_text(toml.dumps(measured.model_copy(update={"chip": chip.kind})))
+    (tmp_path / "ops.toml").write_text(toml.dumps(measured.model_copy(update={"chip": probed(tmp_path)})))
     command = ["plan", str(RECIPE), "--cluster", str(tmp_path / "probed.toml"), "--chips", "8"]
     command += ["--operators", str(tmp_path / "ops.toml"), "--output", str(tmp_path / "plan.toml")]
     done = CliRunner().invoke(app, [*command, "--fix", "compile=true"])
@@ -223,6 +232,18 @@ def test_a_compiled_plan_chooses_what_its_blocks_do_not_compute(tmp_path: Path) 
     assert done.exit_code == 0, done.output
     assert "leaves out" not in done.output
     assert load_plan(tmp_path / "plan.toml").operators == {"rms_norm": "native", "rotate": "torch"}
+
+
+def test_a_plan_is_written_without_an_attention_that_it_does_not_call(tmp_path: Path) -> None:
+    """It was measured with another recipe, of documents; `danlu check` would refuse the plan."""
+    measured = table(rms_norm={"torch": 3.0, "native": 1.0}, masked_attention={"torch": 1.0})
+    (tmp_path / "ops.toml").write_text(toml.dumps(measured.model_copy(update={"chip": probed(tmp_path)})))
+    command = ["plan", str(RECIPE), "--cluster", str(tmp_path / "probed.toml"), "--chips", "8"]
+    command += ["--operators", str(tmp_path / "ops.toml"), "--output", str(tmp_path / "plan.toml")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "the plan leaves out masked_attention: every token sees all before it" in done.output
+    assert load_plan(tmp_path / "plan.toml").operators == {"rms_norm": "native"}
 
 
 def test_a_plan_that_cannot_run_here_is_refused_in_words(tmp_path: Path) -> None:

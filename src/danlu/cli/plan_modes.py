@@ -28,7 +28,7 @@ from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.problem import SpecError
 from danlu.spec.rank_placement import PlacementError
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
-from danlu.spec.rules.operators import IN_BLOCKS
+from danlu.spec.rules.operators import IN_BLOCKS, why_not_masked_attention
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,18 @@ class PlanContext:
         return goodput(request or self.request, self.mtbf)
 
     def plan_text(self, chosen: PricedPlan, expected: Goodput | None) -> str:
-        """The plan as its file has it; says which measured implementations its compiled blocks would not call."""
+        """The plan as its file has it; says which measured implementations it would not call."""
         plan = tables.plan_with_prediction(chosen, expected)
-        unread = [name for name in IN_BLOCKS if plan.compile and name in self.operators]
+        unread: list[RoutedOperator] = [name for name in IN_BLOCKS if plan.compile and name in self.operators]
         if unread:
             typer.echo(
                 f"--operators: the plan leaves out {', '.join(unread)}: with `compile` true a compiler makes its own "
                 "kernels of them, and their measured times say nothing about it",
                 err=True,
             )
+        if "masked_attention" in self.operators and (found := why_not_masked_attention(self.request.recipe, plan)):
+            typer.echo(f"--operators: the plan leaves out masked_attention: {found[0]}", err=True)
+            unread.append("masked_attention")
         operators = {name: fastest for name, fastest in self.operators.items() if name not in unread}
         return toml.dumps(plan.model_copy(update={"operators": operators}))
 

@@ -44,20 +44,26 @@ def custom_models_call_their_own(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Pl
             )
 
 
-def nothing_is_hidden_from_attention(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Where every token sees all before it, or scores are in memory, torch's attention runs."""
-    model, implementation = recipe.value.decoder, plan.value.operators.get("masked_attention")
-    if implementation is None:
-        return
+def why_not_masked_attention(recipe: Recipe, plan: Plan) -> tuple[str, str] | None:
+    """Why a decoder would not call `masked_attention`, and what to do about a choice of it; None if it would."""
+    model = recipe.decoder
     if model.materializes_scores:
-        reason, remedy = "the scores of this model are in memory, where masks are added", "remove it"
-    elif model.window is None and not recipe.value.data.document_mask:
-        reason, remedy = "every token sees all before it", "remove it, or `document_mask = true` under [data]"
-    else:
-        return
-    yield plan.problem("operators.masked_attention", f'is "{implementation}", but {reason}', remedy)
+        return "the scores of this model are in memory, where masks are added", "remove it"
+    if plan.degrees.cp > 1 and plan.context_parallel == "ring":
+        return "a ring attends block by block with an operator of its own", 'remove it, or context_parallel = "ulysses"'
+    if model.window is None and not recipe.data.document_mask:
+        return "every token sees all before it", "remove it, or `document_mask = true` under [data]"
+    return None
+
+
+def unread_masked_attention(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """Where nothing is hidden from a token, or something else hides it, another attention runs."""
+    implementation = plan.value.operators.get("masked_attention")
+    if implementation is not None and (found := why_not_masked_attention(recipe.value, plan.value)):
+        reason, remedy = found
+        yield plan.problem("operators.masked_attention", f'is "{implementation}", but {reason}', remedy)
 
 
 OPERATOR_RULES: tuple[PlanRule, ...] = (compiled_blocks_choose_nothing,)
-DECODER_OPERATOR_RULES: tuple[LayoutRule, ...] = (nothing_is_hidden_from_attention,)
+DECODER_OPERATOR_RULES: tuple[LayoutRule, ...] = (unread_masked_attention,)
 CUSTOM_OPERATOR_RULES: tuple[LayoutRule, ...] = (custom_models_call_their_own,)
