@@ -14,10 +14,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from reports import add_report_option, write_report
 from rich.console import Console
 from rich.progress import Progress
@@ -27,7 +28,7 @@ from torch import Tensor
 from danlu.chips.registry import find_chip
 from danlu.framework.decoder import moe as moe_module
 from danlu.framework.decoder.moe import MoeLayer
-from danlu.ops.operators.experts import ExpertProducts, GroupedProducts, LoopedProducts, expert_products
+from danlu.ops.operators.experts import ExpertProducts, GroupedProducts, LoopedProducts
 from danlu.spec.model import Moe
 
 BAR = 1.4
@@ -36,18 +37,19 @@ EXPERTS, TOP_K = 64, 4
 SHAPES = ((512, 256, 256), (2048, 256, 256), (512, 512, 1024), (2048, 512, 1024))
 """Tokens, width, width of an expert."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Chooser = Callable[[Tensor, Sequence[int] | Tensor], ExpertProducts]
+Chooser = Callable[[Tensor, torch.device], ExpertProducts]
 
 
-def looped(x_ND: Tensor, counts: Sequence[int] | Tensor) -> ExpertProducts:
-    return LoopedProducts(counts.tolist() if isinstance(counts, Tensor) else counts)
+def looped(counts: Tensor, device: torch.device) -> ExpertProducts:
+    return LoopedProducts(counts)
 
 
-def grouped(x_ND: Tensor, counts: Sequence[int] | Tensor) -> ExpertProducts:
-    return GroupedProducts(counts if isinstance(counts, Tensor) else torch.tensor(counts))
+def torch_grouped(counts: Tensor, device: torch.device) -> ExpertProducts:
+    ends = counts.cumsum(0).to(torch.int32)
+    return lambda x, weight, bias: F.grouped_mm(x, weight, offs=ends)
 
 
-WAYS: dict[str, Chooser] = {"loop": looped, "grouped_mm": grouped, "Danlu": expert_products}
+WAYS: dict[str, Chooser] = {"loop": looped, "grouped_mm": torch_grouped, "Danlu": GroupedProducts}
 
 
 def main() -> int:
@@ -83,7 +85,7 @@ def measure(tokens: int, width: int, hidden: int, dtype: str, turns: int) -> dic
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(-1, turns):
         for name in WAYS if turn % 2 else reversed(WAYS):
-            moe_module.expert_products = WAYS[name]
+            moe_module.GroupedProducts = WAYS[name]
             began = time.perf_counter()
             layer(x).sum().backward()
             if turn >= 0:

@@ -20,10 +20,12 @@ from danlu.language import Kernel, Tile, TileNeeds, tiles_for
 from danlu.language.checking import check_implementation
 from danlu.language.register import checked_implementation, register_kernels, why_no_kernels
 from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
+from danlu.ops.operators.experts import GROUPED_MM
 from danlu.ops.operators.gated import GATED_PRODUCT
 from danlu.ops.operators.masked_attention import MASKED_ATTENTION
 from danlu.ops.operators.norm import RMS_NORM
 from danlu.ops.operators.rotary import ROTATE
+from danlu.torch_compat import grouped_mm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -74,7 +76,9 @@ def test_a_wrong_kernel_is_not_used_and_that_is_said_once(interpreted: dict[str,
 
 
 @pytest.mark.parametrize(
-    "operator", [RMS_NORM, GATED_PRODUCT, ROTATE, CROSS_ENTROPY, MASKED_ATTENTION], ids=lambda each: each.name
+    "operator",
+    [RMS_NORM, GATED_PRODUCT, ROTATE, CROSS_ENTROPY, MASKED_ATTENTION, GROUPED_MM],
+    ids=lambda each: each.name,
 )
 def test_the_comparison_accepts_torch_and_finds_what_differs_little(operator: Any) -> None:
     good = operator.implementations[0]
@@ -133,6 +137,31 @@ def test_a_cpu_has_no_kernels_outside_of_the_interpreter() -> None:
         for operator in _registered():
             operator.implementations[:] = [each for each in operator.implementations if each.name != "triton"]
     assert RMS_NORM.implementations == before
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("sm_80", "triton"), ("sm_90", "torch_grouped"), ("gfx942", "triton")],
+)
+def test_torch_multiplies_experts_where_that_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, target: str, expected: str
+) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    if expected == "torch_grouped" and grouped_mm is None:
+        pytest.skip("torch 2.9 has no grouped product")
+    monkeypatch.setattr("danlu.language.register.why_no_kernels", lambda device_type: None)
+    monkeypatch.setattr("danlu.language.launch.current_target", lambda device_type: TARGETS[target])
+    monkeypatch.setattr("danlu.language.register.check_implementation", lambda *_: [])
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: None)
+    x, weight = torch.empty(4, 8, device="meta", dtype=torch.bfloat16), torch.empty(2, 8, 16, device="meta")
+    try:
+        register_kernels("meta")
+        assert GROUPED_MM.implementation(x, weight).name == expected
+        assert GROUPED_MM.implementation(x.half(), weight).name == "triton", "torch's is for bf16"
+        assert GROUPED_MM.implementation(x.double(), weight).name == "torch"
+    finally:
+        for operator in _registered():
+            operator.implementations[:] = [each for each in operator.implementations if each.name != "triton"]
 
 
 def _registered() -> Iterator[Any]:

@@ -22,6 +22,7 @@ from danlu.spec import Degrees, Plan, load_recipe, toml
 from danlu.spec.check import load_run_spec
 from danlu.spec.cluster import OperatorName, TimingCurve
 from danlu.spec.load import load_cluster, load_operator_table, load_plan
+from danlu.spec.model import Moe
 from danlu.spec.operator_table import MeasuredCall, OperatorTable, with_operator_times
 from danlu.spec.problem import SpecError
 from danlu.spec.recipe import BatchConfig
@@ -82,6 +83,8 @@ def test_what_cannot_run_here_is_refused_before_anything_changes(monkeypatch: py
         ('operators = {rms_norn = "torch"}', "rms_norm"),
         ('compile = true\noperators = {rotate = "torch"}', "compilers make their own kernel"),
         ('operators = {masked_attention = "torch"}', "every token sees all before it"),
+        ('operators = {grouped_mm = "torch"}', "this model has no experts"),
+        ('operators = {quantize_rows = "torch"}', "no product of this recipe is of fp8"),
         (
             'context_parallel = "ring"\noperators = {masked_attention = "torch"}\n[degrees]\ncp = 2',
             "an operator of its own",
@@ -134,20 +137,48 @@ def test_a_recipe_is_tuned_and_its_file_read_again(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE)
     changed = {
         "data": recipe.data.model_copy(update={"document_mask": True}),
+        "model": recipe.decoder.model_copy(update={"moe": Moe(experts=4, top_k=2, width=32)}),
         "batch": BatchConfig(sequences=2, length=256),
     }
     run = dry_run_ranks(recipe.model_copy(update=changed), Plan(), None, [0])
     seen: list[int] = []
     measured = tune_operators(run, find_chip("cpu"), 0.5, lambda name, done, total: seen.append(total - done))
     assert seen == list(range(len(measured.calls), 0, -1))
-    assert set(measured.fastest) == set(OPERATORS)
+    assert set(measured.fastest) == set(OPERATORS) - {"quantize_rows"}
     attention = [call for call in measured.calls if call.operator == "masked_attention"]
     assert [(call.calls, set(call.seconds)) for call in attention] == 2 * [(recipe.decoder.layers, {"torch"})]
-    assert all(set(call.seconds) == {"torch", "native"} for call in measured.calls if call not in attention)
-    for dtype in {call.dtype for call in measured.calls if call.operator != "cross_entropy"}:
+    products = [call for call in measured.calls if call.operator == "grouped_mm"]
+    forward = sum(call.calls for call in products if not call.backward)
+    backward = sum(call.calls for call in products if call.backward)
+    assert (forward, backward) == (3 * recipe.decoder.layers, 6 * recipe.decoder.layers), "two gradients of a product"
+    assert all("torch" in call.seconds for call in products), "the other takes bf16 only where a CPU does not"
+    others = [call for call in measured.calls if call not in attention and call not in products]
+    assert all(set(call.seconds) == {"torch", "native"} for call in others)
+    for dtype in {call.dtype for call in others if call.operator != "cross_entropy"}:
         assert len(measured.curves(measured.fastest, dtype)["norm"].sizes) >= 3, "sizes around those of the recipe"
     (tmp_path / "ops.toml").write_text(toml.dumps(measured))
     assert load_operator_table(tmp_path / "ops.toml") == measured
+
+
+def test_casts_to_fp8_are_called_and_measured() -> None:
+    recipe = load_recipe(RECIPE)
+    changed = {
+        "precision": recipe.precision.model_copy(update={"matmul": "fp8"}),
+        "batch": BatchConfig(sequences=2, length=256),
+    }
+    run = dry_run_ranks(recipe.model_copy(update=changed), Plan(), None, [0])
+    casts = [call for call in operator_calls(run) if call.operator == "quantize_rows"]
+    kept = 4 * 2  # of attention, its result, the MLP and its hidden features: along features, and along tokens
+    back = 7 * 2  # of seven products' gradients
+    assert sum(call.calls for call in casts) == (kept + back) * recipe.decoder.layers
+    measured = measure_implementations(OPERATORS["quantize_rows"], False, casts[0].inputs, CPU, 0.05)
+    assert set(measured) == {"torch"}
+
+
+def test_products_of_experts_are_measured_with_even_loads() -> None:
+    drawn = torch.rand(10, 8), torch.rand(4, 8, 16), torch.zeros(4, dtype=torch.int32)
+    OPERATORS["grouped_mm"].complete(drawn)
+    assert drawn[2].tolist() == [2, 5, 7, 10]
 
 
 def test_every_implementation_is_measured_on_the_same_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,15 +265,17 @@ def test_a_compiled_plan_chooses_what_its_blocks_do_not_compute(tmp_path: Path) 
     assert load_plan(tmp_path / "plan.toml").operators == {"rms_norm": "native", "rotate": "torch"}
 
 
-def test_a_plan_is_written_without_an_attention_that_it_does_not_call(tmp_path: Path) -> None:
-    """It was measured with another recipe, of documents; `danlu check` would refuse the plan."""
-    measured = table(rms_norm={"torch": 3.0, "native": 1.0}, masked_attention={"torch": 1.0})
+def test_a_plan_is_written_without_operators_that_it_does_not_call(tmp_path: Path) -> None:
+    """They were measured with another recipe, of documents and experts; `danlu check` would refuse the plan."""
+    other = {"torch": 1.0}
+    measured = table(rms_norm={"torch": 3.0, "native": 1.0}, masked_attention=other, grouped_mm=other)
     (tmp_path / "ops.toml").write_text(toml.dumps(measured.model_copy(update={"chip": probed(tmp_path)})))
     command = ["plan", str(RECIPE), "--cluster", str(tmp_path / "probed.toml"), "--chips", "8"]
     command += ["--operators", str(tmp_path / "ops.toml"), "--output", str(tmp_path / "plan.toml")]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "the plan leaves out masked_attention: every token sees all before it" in done.output
+    assert "the plan leaves out grouped_mm: this model has no experts" in done.output
     assert load_plan(tmp_path / "plan.toml").operators == {"rms_norm": "native"}
 
 

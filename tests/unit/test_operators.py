@@ -21,9 +21,9 @@ from danlu.framework.decoder.attention import Documents
 from danlu.framework.decoder.decoder import Decoder
 from danlu.framework.decoder.moe import MoeLayer
 from danlu.memory.recompute import RecomputeRegion, apply_recompute
-from danlu.ops.operators import cpu, experts, gated, masked_attention, norm, rotary
+from danlu.ops.operators import cpu, experts, gated, masked_attention, norm, quantize, rotary
 from danlu.ops.operators import cross_entropy as loss
-from danlu.ops.operators.operator import Operator
+from danlu.ops.operators.operator import Implementation, Operator
 from danlu.parallel.batch import IGNORE_INDEX
 from danlu.parallel.loss import cross_entropy_sum
 from danlu.spec.model import Model, Moe
@@ -260,7 +260,7 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
 
     ops, checks = torch.ops.danlu, ("test_schema", "test_autograd_registration", "test_faketensor")
     angle = torch.linspace(0, 3, 20).view(5, 4)
-    targets, sums = torch.arange(4), torch.ones(4)
+    targets, sums, ends = torch.arange(4), torch.ones(4), torch.tensor([2, 5], dtype=torch.int32)
     first = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]], dtype=torch.int32)
     q, k, v = of(2, 5, 4, 8).detach(), of(2, 5, 2, 8).detach(), of(2, 5, 2, 8).detach()
     attended = of(2, 5, 4, 8).detach(), q, k, v, *ops.masked_attention(q, k, v, first, 0.3, 0)
@@ -272,14 +272,33 @@ def test_torch_accepts_the_operators(dtype: torch.dtype) -> None:
         (ops.rotate.default, (of(2, 5, 3, 8), angle.cos(), angle.sin())),
         (ops.masked_attention.default, (of(2, 5, 4, 8), of(2, 5, 2, 8), of(2, 5, 2, 8), first, 0.3, 0)),
         (ops.masked_attention_backward.default, (*attended, first, 0.3, 0)),
+        (ops.quantize_rows.default, (of(3, 40).detach(), 16, True)),
         (ops.softmax_sums.default, (of(4, 9).detach(), targets, 0)),
         (ops.cross_entropy_backward.default, (of(4, 9).detach(), targets, sums, sums, sums, 0)),
-        (ops.grouped_mm.default, (of(5, 8), of(2, 8, 4), [2, 3])),
-        (ops.grouped_mm_input_gradient.default, (of(5, 4).detach(), of(2, 8, 4).detach(), [2, 3])),
-        (ops.grouped_mm_weight_gradient.default, (of(5, 4).detach(), of(5, 8).detach(), [2, 3])),
+        (ops.grouped_mm.default, (of(5, 8), of(2, 8, 4), ends)),
+        (ops.grouped_mm_input_gradient.default, (of(5, 4).detach(), of(2, 8, 4).detach(), ends)),
+        (ops.grouped_mm_weight_gradient.default, (of(5, 4).detach(), of(5, 8).detach(), ends)),
     ]
     for operator, arguments in cases:
         torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+@DRAWN
+@given(
+    st.integers(1, 20), widths, st.sampled_from([16, 32, 128]), st.booleans(), dtypes,
+    st.sampled_from([1e-30, 1.0, 1e20]), st.booleans(), seeds,
+)  # fmt: skip
+def test_quantize_rows(
+    rows: int, width: int, block: int, powers: bool, dtype: torch.dtype, scale: float, by_columns: bool, seed: int
+) -> None:
+    """Half a step of e4m3 is 1/16 of a number, and 2⁻¹⁰ of a scale for the smallest; rows may be columns in memory."""
+    x = values(seed, width, rows, scale=scale).to(dtype).t() if by_columns else values(seed, rows, width).to(dtype)
+    found, scales = quantize.quantize_rows(x, block, powers)
+    assert (found.shape, scales.shape, found.is_contiguous()) == (x.shape, (rows, -(-width // block)), True)
+    assert not powers or bool((torch.frexp(scales)[0] == 0.5).all())
+    each = scales.double().repeat_interleave(block, dim=1)[:, :width]
+    error = (found.double() * each - x.double()).abs()
+    assert bool((error <= torch.maximum(x.double().abs() / 16, each * 2.0**-10) * (1 + 2.0**-20)).all())
 
 
 @DRAWN
@@ -292,8 +311,8 @@ def test_grouped_mm(counts: list[int], width: int, hidden: int, dtype: torch.dty
     inputs = values(seed, sum(counts), width), values(seed + 1, len(counts), width, hidden)
     assert_within(
         experts.GROUPED_MM,
-        lambda x, weight: experts.CountedProducts(counts)(x, weight, None),
-        lambda x, weight: experts.reference(x, weight, counts),
+        lambda x, weight: experts.GroupedProducts(counts)(x, weight, None),
+        lambda x, weight: experts.reference(x, weight, torch.tensor(counts).cumsum(0)),
         inputs,
         dtype,
         cancels=float(hidden**0.5),
@@ -308,8 +327,8 @@ def test_grouped_mm_of_more_than_one_block(dtype: torch.dtype) -> None:
     inputs = values(1, 253, 600), values(2, 3, 600, 1100)
     assert_within(
         experts.GROUPED_MM,
-        lambda x, weight: experts.CountedProducts(counts)(x, weight, None),
-        lambda x, weight: experts.reference(x, weight, counts),
+        lambda x, weight: experts.GroupedProducts(counts)(x, weight, None),
+        lambda x, weight: experts.reference(x, weight, torch.tensor(counts).cumsum(0)),
         inputs,
         dtype,
     )
@@ -318,26 +337,25 @@ def test_grouped_mm_of_more_than_one_block(dtype: torch.dtype) -> None:
 @DRAWN
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 5), st.booleans(), dtypes,
-    st.sampled_from([experts.CountedProducts, *([experts.GroupedProducts] if grouped_mm else [])]), seeds,
+    st.booleans(), seeds,
 )  # fmt: skip
 def test_expert_products(
-    counts: list[int], inputs: int, outputs: int, biased: bool, dtype: torch.dtype, way: Callable[..., Any], seed: int
+    counts: list[int], inputs: int, outputs: int, biased: bool, dtype: torch.dtype, on_device: bool, seed: int
 ) -> None:
-    """Every way gives what the loop gives."""
+    """What the loop gives, of counts that the host knows and of those on a device."""
     width, hidden = 8 * inputs, 8 * outputs
     x, weight = values(seed, sum(counts), width).to(dtype), values(seed + 1, len(counts), width, hidden).to(dtype)
     bias = values(seed + 2, len(counts), hidden).to(dtype) if biased else None
     results = []
-    for products in (experts.LoopedProducts(counts), _products(way, counts)):
+    for products in (
+        experts.LoopedProducts(counts),
+        experts.GroupedProducts(torch.tensor(counts) if on_device else counts),
+    ):
         leaves = [each.clone().requires_grad_() for each in (x, weight, *([] if bias is None else [bias]))]
         y = products(leaves[0], leaves[1], None if bias is None else leaves[2])
         results.append((y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=8 * torch.finfo(dtype).eps, atol=32 * torch.finfo(dtype).eps)
-
-
-def _products(way: Callable[..., Any], counts: list[int]) -> Any:
-    return way(torch.tensor(counts)) if way is experts.GroupedProducts else way(counts)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other architectures have vectors of one width")
@@ -354,7 +372,7 @@ def test_narrower_vectors_multiply_as_well(vectors: str, tmp_path: Path, monkeyp
     leaves = values(1, 270, 61).float().requires_grad_(), values(2, 4, 61, 83).float().requires_grad_()
     assert experts.GROUPED_MM.implementation(leaves[0]).name == "native"
     results = []
-    for products in (experts.CountedProducts(counts), experts.LoopedProducts(counts)):
+    for products in (experts.GroupedProducts(counts), experts.LoopedProducts(counts)):
         y = products(*leaves, None)
         results.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
     for found, expected in zip(*results, strict=True):
@@ -369,7 +387,7 @@ def test_threads_change_no_bit() -> None:
         torch.set_num_threads(threads)
         try:
             leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-            y = experts.CountedProducts([300, 10, 0, 90, 300])(*leaves, None)
+            y = experts.GroupedProducts([300, 10, 0, 90, 300])(*leaves, None)
             results.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
         finally:
             torch.set_num_threads(before)
@@ -391,13 +409,37 @@ def test_a_chip_is_not_waited_for() -> None:
 
 
 @needs_grouped_mm
-def test_a_device_decides_how_experts_are_multiplied() -> None:
-    x, counts = torch.randn(12, 8), torch.tensor([4, 4, 4])
-    assert isinstance(experts.expert_products(x, [4, 4, 4]), experts.CountedProducts)
-    assert isinstance(experts.expert_products(x, counts), experts.CountedProducts)
-    on_chip = x.to("meta", torch.bfloat16)
-    assert isinstance(experts.expert_products(on_chip, counts.to("meta")), experts.GroupedProducts)
-    assert isinstance(experts.expert_products(on_chip[:, :3], [4, 4, 4]), experts.LoopedProducts), "is not aligned"
+def test_products_of_torch_are_chosen_for_chips_and_what_they_take() -> None:
+    x, weight = torch.empty(12, 8, device="meta", dtype=torch.bfloat16), torch.empty(3, 8, 16, device="meta")
+
+    def chosen(*tensors: Tensor) -> str:
+        return experts.GROUPED_MM.implementation(*tensors).name
+
+    assert chosen(x, weight) == "torch_grouped"
+    assert chosen(x.float(), weight) == "torch", "it is for bf16"
+    assert chosen(x[:, :3], weight[:, :3]) == "torch", "rows of 6 bytes"
+    assert chosen(x, weight[..., :3]) == "torch", "rows of 6 bytes in its gradients"
+    assert chosen(torch.ones(12, 8).bfloat16(), torch.ones(3, 8, 16)) != "torch_grouped", "it is for chips"
+
+
+@needs_grouped_mm
+def test_products_of_torch_are_those_of_the_loop_and_wait_for_nothing() -> None:
+    """They run on a CPU, too; tensors of the meta device have no values that could be read."""
+    runs = next(each for each in experts.GROUPED_MM.implementations if each.name == "torch_grouped")
+    x, weight, gradient = values(1, 9, 16).bfloat16(), values(2, 3, 16, 8).bfloat16(), values(3, 9, 8).bfloat16()
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = experts.reference(*leaves, ends)
+    gradients = torch.autograd.grad(expected, leaves, gradient.double())
+    found = _three_products(runs, x, weight, gradient, ends)
+    for mine, exact in zip(found, (expected.detach(), *gradients), strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=2e-2, atol=2e-2)
+    without_values = [each.to("meta") for each in (x, weight, gradient, ends)]
+    assert all(product.is_meta for product in _three_products(runs, *without_values))
+
+
+def _three_products(runs: Implementation, x: Tensor, weight: Tensor, gradient: Tensor, ends: Tensor) -> list[Tensor]:
+    return [runs.forward(x, weight, ends), runs.backward(gradient, weight, ends), runs.backward(gradient, x, ends)]
 
 
 def test_selective_recompute_keeps_products_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,18 +459,18 @@ def test_selective_recompute_keeps_products_of_experts(monkeypatch: pytest.Monke
 
 def test_a_gradient_of_experts_that_nobody_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pipeline whose schedule splits the backward pass."""
-    computed: list[int] = []
+    computed: list[str] = []
     runs = experts.GROUPED_MM.implementations[0]
 
-    def backward(kind: int, *inputs: Any) -> Tensor:
-        computed.append(kind)
-        return runs.backward(kind, *inputs)
+    def backward(gradient: Tensor, other: Tensor, ends: Tensor) -> Tensor:
+        computed.append("copies" if other is weight else "matrices")
+        return runs.backward(gradient, other, ends)
 
     monkeypatch.setattr(experts.GROUPED_MM, "implementations", [replace(runs, backward=backward)])
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 8, 4, requires_grad=True)
-    y = experts.CountedProducts([2, 3])(x * 1, weight, None).sum()
+    y = experts.GroupedProducts([2, 3])(x * 1, weight, None).sum()
     torch.autograd.grad(y, x, retain_graph=True)
     torch.autograd.grad(y, weight, retain_graph=True)
-    assert computed == [1, 2]
+    assert computed == ["copies", "matrices"]
     y.backward()
-    assert computed == [1, 2, 1, 2]
+    assert computed == ["copies", "matrices"] * 2

@@ -33,6 +33,9 @@ class KernelTarget:
     """What its matrix instructions begin with in assembly; empty: it has none."""
     formats: frozenset[str] = frozenset()
     """Formats below 16 bits that it converts to by an instruction."""
+    torch_grouped_mm: str = ""
+    """The first torch whose own product of experts is one kernel on it. Empty: on all it is a loop, for which the host
+    reads the loads of experts from the device (pytorch/pytorch#186620 of NVIDIA's older, #170159 of AMD's)."""
 
 
 _NVIDIA: dict[str, Any] = {"backend": "cuda", "lanes": 32, "registers": 255}
@@ -63,6 +66,7 @@ TARGETS: dict[str, KernelTarget] = {
             compute_units=132,
             matrix_unit="wgmma.mma_async",
             formats=frozenset({"e4m3"}),
+            torch_grouped_mm="2.10",
             **_NVIDIA,
         ),
         KernelTarget(
@@ -72,6 +76,7 @@ TARGETS: dict[str, KernelTarget] = {
             compute_units=148,
             matrix_unit="tcgen05.mma",
             formats=frozenset({"e4m3"}),
+            torch_grouped_mm="2.13",
             **_NVIDIA,
         ),
         # The e4m3 of gfx942 is another one (FNUZ, up to 240): it converts to the common one by arithmetic.

@@ -28,7 +28,7 @@ from danlu.spec.operator_table import RoutedOperator
 from danlu.spec.problem import SpecError
 from danlu.spec.rank_placement import PlacementError
 from danlu.spec.rules import DECODER_LAYOUT_RULES, LAYOUT_RULES, PLAN_RULES
-from danlu.spec.rules.operators import IN_BLOCKS, why_not_masked_attention
+from danlu.spec.rules.operators import IN_BLOCKS, WHY_NOT
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ class PlanContext:
                 "kernels of them, and their measured times say nothing about it",
                 err=True,
             )
-        if "masked_attention" in self.operators and (found := why_not_masked_attention(self.request.recipe, plan)):
-            typer.echo(f"--operators: the plan leaves out masked_attention: {found[0]}", err=True)
-            unread.append("masked_attention")
+        for name, why_not in WHY_NOT.items():
+            if name in self.operators and (found := why_not(self.request.recipe, plan)):
+                typer.echo(f"--operators: the plan leaves out {name}: {found[0]}", err=True)
+                unread.append(name)
         operators = {name: fastest for name, fastest in self.operators.items() if name not in unread}
         return toml.dumps(plan.model_copy(update={"operators": operators}))
 

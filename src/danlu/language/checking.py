@@ -161,10 +161,41 @@ def _masked_attention(
             yield f"gradient of {of} of {name}", (got, wanted)
 
 
+def _grouped_mm(operator: Operator, implementation: Implementation, device: torch.device, dtype: torch.dtype) -> Cases:
+    """Experts without a token at the beginning, the end and between."""
+    for counts, width, columns in (([0, 70, 1, 0, 45], 37, 150), ([16, 0], 24, 8)):
+        values, ends = _Values(device, dtype), torch.tensor(counts).cumsum(0).to(torch.int32)
+        x, weight = values.draw(sum(counts), width), values.draw(len(counts), width, columns)
+        upstream = values.draw(sum(counts), columns)
+        expected = operator.reference(x, weight, ends)
+        gradients = torch.autograd.grad(expected, (x, weight), upstream)
+        mine, matrices, back, ends = values.move(x), values.move(weight), values.move(upstream), ends.to(device)
+        yield f"of {counts} tokens", (implementation.forward(mine, matrices, ends), expected)
+        yield f"gradient of {counts} tokens", (implementation.backward(back, matrices, ends), gradients[0])
+        yield f"gradient of matrices, {counts} tokens", (implementation.backward(back, mine, ends), gradients[1])
+
+
+def _quantize_rows(
+    operator: Operator, implementation: Implementation, device: torch.device, dtype: torch.dtype
+) -> Cases:
+    """Of numbers of many magnitudes, zeros and the subnormal among them; also of rows that are columns in memory."""
+    for block, powers in ((128, False), (32, True)):
+        drawn = torch.randn(19, 300, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 300)
+        drawn[3, :128], drawn[4], drawn[5, 7] = 0.0, drawn[4] * 1e-30, 448 * 2.0**-4
+        for name, x in ((f"{block} a block", drawn.to(dtype)), (f"{block} a block, by columns", drawn.to(dtype).t())):
+            values, scales = operator.reference(x, block, powers)
+            mine = x.to(device)  # keeps strides
+            found_values, found_scales = implementation.forward(mine, block, powers)
+            yield f"of {name}", (found_values.view(torch.uint8), values.view(torch.uint8).double())
+            yield f"scales of {name}", (found_scales, scales.double())
+
+
 _CASES: dict[str, _Check] = {
     "rms_norm": _rms_norm,
     "gated_product": _gated_product,
     "rotate": _rotate,
     "cross_entropy": _cross_entropy,
     "masked_attention": _masked_attention,
+    "grouped_mm": _grouped_mm,
+    "quantize_rows": _quantize_rows,
 }

@@ -1,7 +1,8 @@
-"""Cast rows to e4m3 with an fp32 scale for every block of 128 elements, in one pass.
+"""Cast rows to e4m3 with an fp32 scale for every block of their elements, in one pass over memory.
 
-The numbers are those of `danlu.framework.fp8`: the largest magnitude of a block becomes 448, others are rounded to the
-nearest, ties to even. Chips without the instruction round by arithmetic, to the same bits.
+The bits are those of `ops/operators/quantize.py`: the largest magnitude of a block becomes 448, or at most 448 where
+scales are powers of two; others are rounded to the nearest, ties to even. Chips without the instruction round by
+arithmetic, to the same bits. Rows may be columns in memory, as for the gradient of a weight: nothing is copied before.
 """
 
 # Triton reads the annotations of a kernel, so its parameters have none but `constexpr`.
@@ -18,8 +19,7 @@ from torch import Tensor
 from danlu.chips.kernel_targets import KernelTarget
 from danlu.language.declaration import Kernel, Shapes, Tile, TileNeeds
 from danlu.language.launch import launch
-
-BLOCK_ELEMENTS = 128
+from danlu.ops.operators.quantize import reference
 
 _LARGEST: tl.constexpr = tl.constexpr(448.0)
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)  # a smaller one would be subnormal, which chips may take for 0
@@ -45,16 +45,19 @@ def _e4m3_bits(x):
 
 @triton.jit
 def _cast(
-    x_ptr, values_ptr, scales_ptr, rows, width, blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BY_INSTRUCTION: tl.constexpr,
+    x_ptr, values_ptr, scales_ptr, rows, width, blocks, row_stride, column_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, POWERS: tl.constexpr, BY_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """Scale and cast one block of `ROWS` rows; one with something that is not finite has an infinite scale."""
+    """Scale and cast one block of `ROWS` rows; the scale of one with something that is not finite is not finite."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    column = (tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (row < rows) & (column < width)
-    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1, keep_dims=True)
     scale = tl.maximum(tl.div_rn(largest, tl.full([ROWS, 1], _LARGEST, tl.float32)), _SMALLEST_SCALE)
+    if POWERS:  # rounded up, by a carry into the exponent
+        up = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(largest < float("inf"), up.to(tl.float32, bitcast=True), float("nan"))
     scaled = tl.div_rn(x, tl.broadcast_to(scale, [ROWS, BLOCK]))
     scaled = tl.where(scaled > _LARGEST, _LARGEST, tl.where(scaled < -_LARGEST, -_LARGEST, scaled))
     if BY_INSTRUCTION:  # noqa: SIM108  (in one line both sides would be compiled, which not every chip can)
@@ -66,7 +69,8 @@ def _cast(
 
 
 def _constants(shapes: Shapes, tile: Tile, target: KernelTarget) -> dict[str, int]:
-    return {**tile.sizes, "BLOCK": BLOCK_ELEMENTS, "BY_INSTRUCTION": int("e4m3" in target.formats)}
+    by_instruction = int("e4m3" in target.formats)
+    return {**tile.sizes, "BLOCK": shapes["block"], "POWERS": shapes["powers"], "BY_INSTRUCTION": by_instruction}
 
 
 def _needs(shapes: Shapes, constants: Mapping[str, int], tile: Tile, element_bytes: int) -> TileNeeds:
@@ -77,23 +81,25 @@ FP8_CAST = Kernel(
     name="fp8_cast",
     function=_cast,
     arguments={"x_ptr": "*x", "values_ptr": "*u8", "scales_ptr": "*fp32", "rows": "i32", "width": "i32",
-               "blocks": "i32"},
+               "blocks": "i32", "row_stride": "i32", "column_stride": "i32"},
     grid=lambda shapes, constants: (
-        triton.cdiv(shapes["rows"], constants["ROWS"]), triton.cdiv(shapes["width"], BLOCK_ELEMENTS)
+        triton.cdiv(shapes["rows"], constants["ROWS"]), triton.cdiv(shapes["width"], shapes["block"])
     ),
     tiles=(Tile({"ROWS": 16}, 128),),
     constants=_constants,
     needs=_needs,
-    example={"rows": 16384, "width": 4096},
+    example={"rows": 16384, "width": 4096, "block": 128, "powers": 0},
 )  # fmt: skip
 
 
-def fp8_cast(x_RK: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_cast(x_RK: Tensor, block: int = 128, powers: bool = False) -> tuple[Tensor, Tensor]:
     """Rows as e4m3, and the scale of every block: an element times its scale is what it stands for."""
+    if block & (block - 1):
+        return reference(x_RK, block, powers)  # tiles have powers of two
     rows, width = x_RK.shape
-    blocks = triton.cdiv(width, BLOCK_ELEMENTS)
-    values_RK = torch.empty_like(x_RK, dtype=torch.uint8)
+    blocks = triton.cdiv(width, block)
+    values_RK = x_RK.new_empty(rows, width, dtype=torch.uint8)
     scales_RC = x_RK.new_empty(rows, blocks, dtype=torch.float32)
-    shapes = {"rows": rows, "width": width}
-    launch(FP8_CAST, shapes, x_RK, x_RK.contiguous(), values_RK, scales_RC, rows, width, blocks)
+    shapes = {"rows": rows, "width": width, "block": block, "powers": int(powers)}
+    launch(FP8_CAST, shapes, x_RK, x_RK, values_RK, scales_RC, rows, width, blocks, *x_RK.stride())
     return values_RK.view(torch.float8_e4m3fn), scales_RC

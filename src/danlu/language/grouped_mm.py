@@ -182,6 +182,13 @@ def grouped_mm_weight_gradient(x_TK: Tensor, gradient_TN: Tensor, ends_E: Tensor
     return weight_gradient_EKN
 
 
+def grouped_mm_gradient(gradient_TN: Tensor, other: Tensor, ends_E: Tensor) -> Tensor:
+    """The gradient of the tokens if `other` is the matrices, and that of the matrices if it is the tokens."""
+    if other.dim() == 3:
+        return grouped_mm_input_gradient(gradient_TN, other, ends_E)
+    return grouped_mm_weight_gradient(other, gradient_TN, ends_E)
+
+
 def _multiply(kernel: Kernel, x: Tensor, weight_EKN: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
     columns = weight_EKN.shape[1 if transposed else 2]
     shapes = _shapes(len(x), len(weight_EKN), x.shape[1], columns) | {"transposed": int(transposed)}

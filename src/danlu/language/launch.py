@@ -26,6 +26,11 @@ def device_target(device_type: str, index: int) -> KernelTarget:
     return target_of(reported.backend, reported.arch)
 
 
+def current_target(device_type: str) -> KernelTarget:
+    """That of the device of this process."""
+    return device_target(device_type, 0 if is_interpreted() else torch.accelerator.current_device_index())
+
+
 def grid_of(kernel: Kernel, shapes: Shapes, x: Tensor) -> tuple[int, ...]:
     """How many programs a launch has: as many partial results as a kernel that sums needs memory for."""
     target = device_target(x.device.type, x.device.index or 0)

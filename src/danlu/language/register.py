@@ -10,10 +10,12 @@ import torch
 
 from danlu.language.checking import check_implementation
 from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
+from danlu.ops.operators.experts import GROUPED_MM
 from danlu.ops.operators.gated import GATED_PRODUCT
 from danlu.ops.operators.masked_attention import MASKED_ATTENTION
 from danlu.ops.operators.norm import RMS_NORM
-from danlu.ops.operators.operator import Implementation, Operator
+from danlu.ops.operators.operator import Implementation, Operator, no_gradient
+from danlu.ops.operators.quantize import QUANTIZE_ROWS
 from danlu.ops.operators.rotary import ROTATE
 
 NAME = "triton"
@@ -22,7 +24,7 @@ _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def register_kernels(device_type: str) -> list[str]:
-    """Append kernels for a type of device to the operators that have some; returns the operators' names.
+    """Give kernels for a type of device to the operators that have some; returns the operators' names.
 
     None without Triton. A second call for the same type changes nothing. What is registered is compared with the
     operator's reference before its first use, and not used if it differs.
@@ -32,9 +34,22 @@ def register_kernels(device_type: str) -> list[str]:
     registered = []
     for operator, forward, backward in _kernels():
         if not any(each.name == NAME and device_type in each.devices for each in operator.implementations):
-            operator.implementations.append(checked_implementation(operator, forward, backward, device_type))
+            implementation = checked_implementation(operator, forward, backward, device_type)
+            operator.implementations.insert(_place(operator, device_type), implementation)
         registered.append(operator.name)
     return registered
+
+
+def _place(operator: Operator, device_type: str) -> int:
+    """At the end, so that the kernel runs; but before torch's product of experts where that is one kernel, too."""
+    if operator is GROUPED_MM and why_no_kernels(device_type) is None:
+        from danlu.language.launch import current_target
+
+        since = current_target(device_type).torch_grouped_mm
+        if since and torch.__version__ >= since:
+            names = [each.name for each in operator.implementations]
+            return names.index("torch_grouped")
+    return len(operator.implementations)
 
 
 def use_kernels(device: torch.device) -> None:
@@ -43,9 +58,9 @@ def use_kernels(device: torch.device) -> None:
         return  # has compiled ones of its own
     if reason := why_no_kernels(device.type):
         warnings.warn(
-            "norms, activations, rotations and losses run as several operators of torch each, which moves their "
-            "tensors two to four times, and attention of documents or windows document by document, for which the "
-            f"host waits in every layer: {reason}",
+            "norms, activations, rotations, losses and casts to fp8 run as several operators of torch each, which "
+            "moves their tensors two to eight times; attention of documents or windows runs document by document, and "
+            f"on most chips experts one by one, for which the host waits in every layer: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -120,14 +135,14 @@ def why_no_kernels(device_type: str) -> str | None:
     """Why Triton runs nothing on a type of device; None if it does."""
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'danlu[kernels]'"
-    from danlu.language.launch import device_target, is_interpreted
+    from danlu.language.launch import current_target, is_interpreted
 
     if is_interpreted():
         return None if device_type == "cpu" else "Triton's interpreter is for tensors of the CPU"
     if device_type == "cpu":
         return "Triton compiles for accelerators: on a CPU kernels run in its interpreter alone (TRITON_INTERPRET=1)"
     try:
-        device_target(device_type, torch.accelerator.current_device_index())
+        current_target(device_type)
     except (ValueError, RuntimeError, AttributeError, KeyError, ImportError) as reason:  # every vendor has its own
         return str(reason)
     return None
@@ -135,7 +150,7 @@ def why_no_kernels(device_type: str) -> str | None:
 
 def _kernels() -> list[tuple[Operator, Callable[..., Any], Callable[..., Any]]]:
     """Operators with their forward and backward by kernels."""
-    from danlu.language import attention, cross_entropy, gated, norm, rotary
+    from danlu.language import attention, cross_entropy, fp8_cast, gated, grouped_mm, norm, rotary
 
     return [
         (RMS_NORM, norm.rms_norm, norm.rms_norm_backward),
@@ -143,4 +158,6 @@ def _kernels() -> list[tuple[Operator, Callable[..., Any], Callable[..., Any]]]:
         (ROTATE, rotary.rotate, rotary.rotate_backward),
         (CROSS_ENTROPY, cross_entropy.softmax_sums, cross_entropy.cross_entropy_backward),
         (MASKED_ATTENTION, attention.attention, attention.attention_backward),
+        (GROUPED_MM, grouped_mm.grouped_mm, grouped_mm.grouped_mm_gradient),
+        (QUANTIZE_ROWS, fp8_cast.fp8_cast, no_gradient),
     ]

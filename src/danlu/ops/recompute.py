@@ -54,7 +54,7 @@ SAVED_BY_SELECTIVE: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
     "_c10d_functional": ("reduce_scatter_tensor", "all_to_all_single"),
-    "danlu": ("block_scaled_mm", "grouped_mm", "ring_attention", "masked_attention"),
+    "danlu": ("block_scaled_mm", "grouped_mm", "grouped_mm_input_gradient", "ring_attention", "masked_attention"),
 }
 """Operators, by namespace, whose results a plan's "selective" keeps: matmuls, attention, and what came over the
 network."""

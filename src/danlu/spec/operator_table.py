@@ -11,7 +11,9 @@ from danlu.spec.cluster import Cluster, Dtype, OperatorName, TimingCurve
 from danlu.spec.description import SpecModel, TupleOf
 from danlu.spec.names import Label
 
-RoutedOperator = Literal["rms_norm", "gated_product", "rotate", "masked_attention", "cross_entropy"]
+RoutedOperator = Literal[
+    "rms_norm", "gated_product", "rotate", "masked_attention", "grouped_mm", "quantize_rows", "cross_entropy"
+]
 """Operators that have several implementations."""
 ROUTED_OPERATORS: tuple[RoutedOperator, ...] = get_args(RoutedOperator)
 PROBED_AS: dict[RoutedOperator, tuple[OperatorName, OperatorName]] = {
@@ -22,7 +24,7 @@ PROBED_AS: dict[RoutedOperator, tuple[OperatorName, OperatorName]] = {
 }
 """What `danlu probe` calls them, forward and backward; sizes are elements of the first input in both.
 
-Not so attention: its time goes by tokens and their documents, and predictions have a price of its own.
+Not so the others: predictions price documents, products of experts and fp8 by themselves.
 """
 
 _SIGNATURE = re.compile(r"(\w+)\[([\d, ]*)\]")

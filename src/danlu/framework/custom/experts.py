@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from danlu.comm.level_groups import LevelGroups
 from danlu.framework.custom.construct import CustomModelError
 from danlu.framework.custom.module_structure import ModuleStructure
 from danlu.framework.decoder.moe import LocalDispatcher, SendInParts, through_experts
+from danlu.ops.operators.experts import GroupedProducts
 from danlu.parallel.expert import shard_experts
 from danlu.spec.divisors import closest_divisor
 from danlu.spec.plan import Plan
@@ -158,7 +158,7 @@ def _forward(experts: nn.Module, count: int, hidden_TD: Tensor, index_TK: Tensor
     return y_TD.to(hidden_TD.dtype)
 
 
-def _compute(experts: nn.Module, x_ND: Tensor, counts: list[int] | SendInParts) -> Tensor:
+def _compute(experts: nn.Module, x_ND: Tensor, counts: list[int] | Tensor | SendInParts) -> Tensor:
     """Transform token copies sorted by expert, `counts[e]` of them for the e-th expert held here.
 
     Instead of counts, a function that is given tokens as they are and what transforms copies, as often as it likes.
@@ -167,19 +167,12 @@ def _compute(experts: nn.Module, x_ND: Tensor, counts: list[int] | SendInParts) 
         return counts(x_ND, partial(_compute, experts))
     family = _family(experts)
     assert family is not None
-    # Unbound at once: the gradient of indexing one expert would be as large as that of all, mostly zeros.
     held = {
-        name: (weight.to_local() if isinstance(weight, DTensor) else weight).unbind()
+        name: weight.to_local() if isinstance(weight, DTensor) else weight
         for name, weight in experts.named_parameters()
     }
-    outputs = []
+    products = GroupedProducts(counts, x_ND.device)
+    multiply = products if family.transposed else products.by_transposes
     apply_gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
-    for expert, x in enumerate(x_ND.split(counts)):
-        for name in ("gate_up_proj", "down_proj"):
-            matrix = held[name][expert]
-            bias = held[f"{name}_bias"][expert] if family.bias else None
-            x = F.linear(x, matrix.T if family.transposed else matrix, bias)
-            if name == "gate_up_proj":
-                x = apply_gate(x)
-        outputs.append(x)
-    return torch.cat(outputs)
+    hidden = apply_gate(multiply(x_ND, held["gate_up_proj"], held.get("gate_up_proj_bias")))
+    return multiply(hidden, held["down_proj"], held.get("down_proj_bias"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from danlu.framework.decoder.exact_balance import choose_evenly
-from danlu.ops.operators.experts import ExpertProducts, LoopedProducts, expert_products
+from danlu.ops.operators.experts import ExpertProducts, GroupedProducts, LoopedProducts
 from danlu.ops.operators.gated import gated_product
 from danlu.ops.operators.token_copies import CopyTokens, Reorder, balanced_counts, sort_by_expert
 from danlu.spec.model import Moe
@@ -171,9 +171,9 @@ class Experts(nn.Module):
     def _transform(self, x_ND: Tensor, counts: list[int] | Tensor) -> Tensor:
         products: ExpertProducts
         if self.multiply is None:
-            products = expert_products(x_ND, counts)
+            products = GroupedProducts(counts, x_ND.device)
         else:
-            products = LoopedProducts(counts.tolist() if isinstance(counts, Tensor) else counts, self.multiply)
+            products = LoopedProducts(counts, self.multiply)
         weights = (self.up, self.gate, self.down, self.up_bias, self.gate_bias, self.down_bias)
         up, gate, down, up_bias, gate_bias, down_bias = (_to_local(each) for each in weights)
         hidden = products(x_ND, up, up_bias)
@@ -199,13 +199,10 @@ class LocalDispatcher(nn.Module):
     def forward(
         self, x_ND: Tensor, counts_E: Tensor, experts: Callable[[Tensor, list[int] | Tensor], Tensor]
     ) -> Tensor:
-        """Apply the experts to token copies sorted by expert; the result is in the same order.
-
-        Reading the counts would wait for the device; those of a CPU are at hand, and tell which product is best.
-        """
+        """Apply the experts to token copies sorted by expert; the result is in the same order."""
         if self.assume_balanced:
             return experts(x_ND, balanced_counts(len(x_ND), len(counts_E)))
-        return experts(x_ND, counts_E.tolist() if counts_E.device.type == "cpu" else counts_E)
+        return experts(x_ND, counts_E)
 
 
 def through_experts(

@@ -33,8 +33,10 @@ def measure_implementations(
     `inputs` are dtype and shape of every tensor, as a dry run writes them.
     """
     drawn = [_draw(inputs, device) for _ in range(_copies(inputs))]
+    for tensors in drawn:
+        operator.complete(tensors)
     settings = operator.settings[backward]
-    takers = [each for each in operator.implementations if each.takes(drawn[0][0])]
+    takers = [each for each in operator.implementations if each.takes(*drawn[0])]
     runs = {each.name: _calls(each, backward, drawn, settings) for each in takers}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():

@@ -1,7 +1,7 @@
 """What every operator declares: its reference, the error it is allowed, and its implementations."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,27 @@ class Implementation:
     """Those that it is for; none: all."""
     why_not: Callable[[], str | None] = lambda: None
     """Why it cannot be used on this machine, if so."""
+    on_cpu: bool = True
+    """Whether it is for a CPU too, if it is for all devices."""
+    row_bytes: int = 1
+    """Of which rows of its tensors must be a multiple."""
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether it is for tensors like this one, and can be used."""
-        return (not self.dtypes or x.dtype in self.dtypes) and self.why_not_on(x.device.type) is None
+    def takes(self, x: Tensor, *others: Tensor) -> bool:
+        """Whether it is for tensors like these, of one dtype and device, and can be used."""
+        return (
+            (not self.dtypes or x.dtype in self.dtypes)
+            and (self.row_bytes == 1 or not any(self._leaves_a_rest(each) for each in (x, *others)))
+            and self.why_not_on(x.device.type) is None
+        )
+
+    def _leaves_a_rest(self, x: Tensor) -> bool:
+        """Of a matrix for every expert, both sides are rows in one of the products."""
+        return any(size * x.element_size() % self.row_bytes for size in x.shape[1:])
 
     def why_not_on(self, device_type: str) -> str | None:
         """Why it does not run on a type of device of this machine; None if it does."""
+        if device_type == "cpu" and not self.on_cpu:
+            return "it is for accelerators"
         if self.devices and device_type not in self.devices:
             return f"it is for {', '.join(self.devices)}"
         return self.why_not()
@@ -47,7 +61,7 @@ class Operator:
     """
 
     name: str
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Any]
     """In plain torch, for any device and dtype; in fp64 what all others are compared with. Compilers see this."""
     allowed_error: Mapping[torch.dtype, float]
     """Of results and gradients against fp64, as a share of the largest value of each."""
@@ -57,13 +71,15 @@ class Operator:
     """What follows the tensors in a call, forward and backward, when implementations are measured."""
     whole_inputs: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Tensors, by place, that have no rows to be more or fewer of: weights."""
+    complete: Callable[[Sequence[Tensor]], None] = lambda drawn: None
+    """Writes into drawn integer inputs what a step would have there, when implementations are measured; else 0."""
     chosen: Implementation | None = None
     """What a plan asks for."""
 
-    def implementation(self, x: Tensor) -> Implementation:
-        """The one that runs on a tensor."""
+    def implementation(self, x: Tensor, *others: Tensor) -> Implementation:
+        """The one that runs on tensors of one dtype and device."""
         if self.chosen is not None:
-            if self.chosen.takes(x):
+            if self.chosen.takes(x, *others):
                 return self.chosen
             warnings.warn(
                 f"{self.name}: the plan asks for {self.chosen.name}, which does not take {x.dtype} on {x.device.type}: "
@@ -71,7 +87,12 @@ class Operator:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return next(each for each in reversed(self.implementations) if each.takes(x))
+        return next(each for each in reversed(self.implementations) if each.takes(x, *others))
+
+
+def no_gradient(*_: Any) -> Any:
+    """The backward of an operator that is called where gradients are computed by hand, or not at all."""
+    raise RuntimeError("this operator has no gradient: call it inside of a `torch.autograd.Function`")
 
 
 ROUNDING = {torch.float64: 2.0**-44, torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}

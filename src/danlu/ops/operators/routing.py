@@ -5,10 +5,12 @@ from collections.abc import Mapping
 import torch
 
 from danlu.ops.operators.cross_entropy import CROSS_ENTROPY
+from danlu.ops.operators.experts import GROUPED_MM
 from danlu.ops.operators.gated import GATED_PRODUCT
 from danlu.ops.operators.masked_attention import MASKED_ATTENTION
 from danlu.ops.operators.norm import RMS_NORM
 from danlu.ops.operators.operator import Implementation, Operator
+from danlu.ops.operators.quantize import QUANTIZE_ROWS
 from danlu.ops.operators.rotary import ROTATE
 from danlu.spec.operator_table import RoutedOperator
 
@@ -17,6 +19,8 @@ OPERATORS: dict[RoutedOperator, Operator] = {
     "gated_product": GATED_PRODUCT,
     "rotate": ROTATE,
     "masked_attention": MASKED_ATTENTION,
+    "grouped_mm": GROUPED_MM,
+    "quantize_rows": QUANTIZE_ROWS,
     "cross_entropy": CROSS_ENTROPY,
 }
 CALLS: dict[str, tuple[RoutedOperator, bool]] = {
@@ -28,6 +32,10 @@ CALLS: dict[str, tuple[RoutedOperator, bool]] = {
     "danlu.rotate_backward": ("rotate", True),
     "danlu.masked_attention": ("masked_attention", False),
     "danlu.masked_attention_backward": ("masked_attention", True),
+    "danlu.grouped_mm": ("grouped_mm", False),
+    "danlu.grouped_mm_input_gradient": ("grouped_mm", True),
+    "danlu.grouped_mm_weight_gradient": ("grouped_mm", True),
+    "danlu.quantize_rows": ("quantize_rows", False),
     "danlu.softmax_sums": ("cross_entropy", False),
     "danlu.cross_entropy_backward": ("cross_entropy", True),
 }

@@ -1,6 +1,6 @@
 """Rules of `operators`: where a choice of implementations would be read by nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from danlu.spec.custom_model import CustomModel
 from danlu.spec.load import ParsedSpec
@@ -30,11 +30,15 @@ def compiled_blocks_choose_nothing(plan: ParsedSpec[Plan]) -> Iterator[Problem]:
 
 
 def custom_models_call_their_own(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Of a custom model only the loss is Danlu's; with `use_kernels` norms, gated MLPs and attention, too."""
+    """Of a custom model only the loss is Danlu's, and casts to fp8; with `use_kernels` norms and more, too."""
     model = recipe.value.model
-    replaced = _OF_MODULES if isinstance(model, CustomModel) and model.use_kernels else ()
+    called: set[RoutedOperator] = {"cross_entropy"}
+    if isinstance(model, CustomModel) and model.use_kernels:
+        called.update(_OF_MODULES)
+    if recipe.value.precision.quantizes:
+        called.add("quantize_rows")
     for name, implementation in plan.value.operators.items():
-        if name != "cross_entropy" and name not in replaced:
+        if name not in called:
             yield plan.problem(
                 f"operators.{name}",
                 f'is "{implementation}", but a custom model (`model.factory`) computes with its own modules',
@@ -56,14 +60,37 @@ def why_not_masked_attention(recipe: Recipe, plan: Plan) -> tuple[str, str] | No
     return None
 
 
-def unread_masked_attention(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
-    """Where nothing is hidden from a token, or something else hides it, another attention runs."""
-    implementation = plan.value.operators.get("masked_attention")
-    if implementation is not None and (found := why_not_masked_attention(recipe.value, plan.value)):
-        reason, remedy = found
-        yield plan.problem("operators.masked_attention", f'is "{implementation}", but {reason}', remedy)
+def why_no_grouped_mm(recipe: Recipe, plan: Plan) -> tuple[str, str] | None:
+    """Why a decoder would not call `grouped_mm`, and what to do about a choice of it; None if it would."""
+    if recipe.decoder.moe is None:
+        return "this model has no experts", "remove it"
+    if recipe.precision.matmul != "none" and not recipe.precision.layers:
+        return f"experts in {recipe.precision.matmul} are quantized, and multiplied one by one", "remove it"
+    return None
+
+
+def why_no_quantize_rows(recipe: Recipe, plan: Plan) -> tuple[str, str] | None:
+    """Why nothing would call `quantize_rows`, and what to do about a choice of it; None if something would."""
+    return None if recipe.precision.quantizes else ("no product of this recipe is of fp8", "remove it")
+
+
+WHY_NOT: dict[RoutedOperator, Callable[[Recipe, Plan], tuple[str, str] | None]] = {
+    "masked_attention": why_not_masked_attention,
+    "grouped_mm": why_no_grouped_mm,
+    "quantize_rows": why_no_quantize_rows,
+}
+"""Why a decoder would not call an operator, of those that not every one does."""
+
+
+def unread_choices(recipe: ParsedSpec[Recipe], plan: ParsedSpec[Plan]) -> Iterator[Problem]:
+    """A choice of what nothing in this decoder calls."""
+    for name, why_not in WHY_NOT.items():
+        implementation = plan.value.operators.get(name)
+        if implementation is not None and (found := why_not(recipe.value, plan.value)):
+            reason, remedy = found
+            yield plan.problem(f"operators.{name}", f'is "{implementation}", but {reason}', remedy)
 
 
 OPERATOR_RULES: tuple[PlanRule, ...] = (compiled_blocks_choose_nothing,)
-DECODER_OPERATOR_RULES: tuple[LayoutRule, ...] = (unread_masked_attention,)
+DECODER_OPERATOR_RULES: tuple[LayoutRule, ...] = (unread_choices,)
 CUSTOM_OPERATOR_RULES: tuple[LayoutRule, ...] = (custom_models_call_their_own,)
