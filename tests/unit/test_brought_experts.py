@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from danlu.dryrun.api import dryrun
+from danlu.dryrun.operator_tuning import operator_calls
 from danlu.framework.custom.adapter import CustomModelAdapter
 from danlu.framework.custom.construct import CustomModelError
-from danlu.framework.custom.experts import EXPERT_FAMILIES, _replace_forward, known_experts
-from danlu.framework.decoder.moe import LocalDispatcher
+from danlu.framework.custom.experts import EXPERT_FAMILIES, compute_at_once, known_experts
+from danlu.framework.custom.kernels import apply_kernels
 from danlu.framework.model_size import model_size_and_flops
 from danlu.spec.check import load_run_spec
 from danlu.spec.custom_model import CustomModel
@@ -126,7 +127,7 @@ def test_copies_sorted_by_expert_give_what_the_module_computes(name: str) -> Non
     found = known_experts(module)
     assert len(found) == (1 if name == "DeepseekV3Experts" else 2)
     for experts in found.values():
-        _replace_forward(experts, LocalDispatcher(), EXPERTS)
+        compute_at_once(experts)
     logits = module(tokens).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     logits.square().sum().backward()
@@ -135,6 +136,34 @@ def test_copies_sorted_by_expert_give_what_the_module_computes(name: str) -> Non
             scale = gradients[key].abs().max().item()
             torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-5 * max(scale, 1))
     assert any("experts" in key for key in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EXPERT_FAMILIES)
+def test_kernels_multiply_experts_at_once(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    module, tokens = mixture(name), torch.randint(32, (2, 16))
+    expected = module(tokens).logits
+    found = apply_kernels(module, dtype, "mixture")
+    assert {each for each, operator in found.items() if operator == "grouped_mm"} == known_experts(module).keys()
+    torch.testing.assert_close(module(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_compute_something_else_keep_their_forward() -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    class Doubled(MixtralExperts):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            doubled: Tensor = 2 * super().forward(*inputs)
+            return doubled
+
+    module = mixture("MixtralExperts")
+    experts = module.get_submodule("model.layers.1.mlp.experts")
+    experts.__class__ = Doubled
+    with pytest.warns(RuntimeWarning, match=r"Doubled \(`model\.layers\.1\.mlp\.experts`\) looks like .* or experts"):
+        found = apply_kernels(module, torch.float32, "mixture")
+    assert "forward" not in vars(experts)
+    assert found["model.layers.0.mlp.experts"] == "grouped_mm"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +219,16 @@ def test_operators_are_counted_at_an_even_load() -> None:
     width, hidden, layers = 16, 24, 2
     assert two[1] - one[1] == 3 * 2 * layers * 3 * width * hidden, "of one more expert for every token"
     assert two[0] == one[0]
+
+
+def test_a_dry_run_multiplies_experts_at_once_and_a_plan_may_choose_how() -> None:
+    made = recipe("mixture", name="MixtralExperts")
+    made = made.model_copy(update={"model": made.model.model_copy(update={"use_kernels": True})})
+    run = dryrun(made, plan=Plan(degrees=Degrees(shard=4)), ranks=[0])
+    products = [call for call in operator_calls(run) if call.operator == "grouped_mm"]
+    # two products in each of two layers; stored as matrices of linear layers, they are gradients of copies elsewhere
+    assert sum(call.calls for call in products) == 3 * 2 * 2
+    assert {call.inputs[1] for call in products if call.backward} >= {"fp32[4, 48, 16]", "fp32[4, 16, 24]"}
 
 
 def test_a_dry_run_sends_token_copies_and_no_expert() -> None:

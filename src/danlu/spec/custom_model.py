@@ -44,7 +44,7 @@ class CustomModel(SpecModel):
     If omitted, the `tp_plan` of a `transformers` model is used.
     """
     use_kernels: bool = False
-    """Compute its RMS norms and gated MLPs with Danlu's operators, and attention of documents and windows if it is a
-    model of `transformers`. Norms and MLPs are tried before: one that computes something else keeps its own forward,
-    with a warning.
+    """Compute its RMS norms and gated MLPs with Danlu's operators, and experts and attention of documents and windows
+    if it is a model of `transformers`. All but attention are tried before: what computes something else keeps its own
+    forward, with a warning.
     """

@@ -1,9 +1,10 @@
-"""Experts of `transformers` mixtures, found by their class: over the ranks of `ep`, or at an even load on FakeTensors.
+"""Experts of `transformers` mixtures, found by their class: over `ep`, at once with `use_kernels`, in a dry run evenly.
 
 Shapes: T tokens, K experts of a token, D width, E experts, N token copies (T × K), F hidden width of an expert.
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -132,9 +133,30 @@ def balance_experts(module: nn.Module) -> None:
     """Give every expert the same load, as FakeTensors have no values to choose by; `ep` that is applied stays."""
     for experts in known_experts(module).values():
         if not hasattr(experts, "dispatcher"):
-            dispatcher = LocalDispatcher()
-            dispatcher.assume_balanced = True
-            _replace_forward(experts, dispatcher, _count(experts))
+            compute_at_once(experts)
+        if isinstance(experts.dispatcher, LocalDispatcher):
+            experts.dispatcher.assume_balanced = True
+
+
+def compute_at_once(experts: nn.Module) -> None:
+    """Compute all experts of a known family in one product for each of their matrices, on the rank that has them."""
+    _replace_forward(experts, LocalDispatcher(), _count(experts))
+
+
+def small_experts(experts: nn.Module, count: int, width: int, hidden: int) -> nn.Module:
+    """Experts of the same class on the CPU with values of their own, whatever device their parameters are on."""
+    family, copy = _family(experts), shallow_copy(experts)
+    assert family is not None
+    sizes = {"gate_up_proj": (2 * hidden, width), "down_proj": (width, hidden)}  # outputs and inputs
+    copy._modules, copy._parameters = dict(experts._modules), {}
+    if hasattr(copy, "num_experts"):  # what `transformers` divides tokens by
+        copy.num_experts = count  # type: ignore[assignment]
+    for name, (outputs, inputs) in sizes.items():
+        shape = (inputs, outputs) if family.transposed else (outputs, inputs)
+        copy.register_parameter(name, nn.Parameter(torch.randn(count, *shape, device="cpu") / inputs**0.5))
+        if family.bias:
+            copy.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(count, outputs, device="cpu")))
+    return copy
 
 
 def _count(experts: nn.Module) -> int:

@@ -1,8 +1,8 @@
-"""RMS norms, gated MLPs and attention of a custom model, computed by Danlu's operators (`model.use_kernels`).
+"""Norms, gated MLPs, experts and attention of a custom model, computed by Danlu's operators (`model.use_kernels`).
 
-A norm is known by its one weight, an MLP by its matrices. What it computes is tried, not guessed from its class: a
-small copy and the operator are given the same input, and results and gradients must agree. A module that differs keeps
-its own forward, with a warning. Attention is that of `transformers`, see `attention`.
+An RMS norm is known by its one weight, an MLP by its matrices, experts by their class in `transformers`. What they
+compute is tried: a small copy and the operator are given the same input, and results and gradients must agree. A module
+that differs keeps its own forward, with a warning. Attention is that of `transformers`, see `attention`.
 
 Shapes: N rows, D features.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from danlu.framework.custom.attention import apply_attention
 from danlu.framework.custom.construct import CustomModelError
+from danlu.framework.custom.experts import EXPERT_FAMILIES, compute_at_once, known_experts, small_experts
 from danlu.ops.operators.gated import gated_product
 from danlu.ops.operators.norm import rms_norm
 from danlu.torch_compat import without_fake_tensors
@@ -43,6 +44,14 @@ def apply_kernels(module: nn.Module, dtype: torch.dtype, factory: str) -> dict[s
     different: dict[str, str] = {}
     if apply_attention(module):
         found["attention of documents and windows"] = "masked_attention"
+    for name, each in known_experts(module).items():
+        if "forward" in vars(each):
+            continue
+        if _computes_at_once(each, dtype):
+            compute_at_once(each)
+            found[name] = "grouped_mm"
+        else:
+            different[type(each).__name__] = name
     for name, each in module.named_modules():
         operator, candidates = _candidates(each)
         if not candidates:
@@ -56,17 +65,17 @@ def apply_kernels(module: nn.Module, dtype: torch.dtype, factory: str) -> dict[s
             different[type(each).__name__] = name
     for kind, name in different.items():
         warnings.warn(
-            f"`model.use_kernels`: {kind} (`{name}`) looks like an RMS norm or a gated MLP, but computes something "
-            "else; it keeps its own forward",
+            f"`model.use_kernels`: {kind} (`{name}`) looks like an RMS norm, a gated MLP or experts, but computes "
+            "something else; it keeps its own forward",
             RuntimeWarning,
             stacklevel=2,
         )
     if not found:
         raise CustomModelError(
             "model.use_kernels",
-            f'is true, but "{factory}" has no RMS norm and no gated MLP that Danlu\'s operators compute',
-            "remove it: known are norms with one `weight`, and MLPs of gate_proj, up_proj and down_proj (or w1, w3 and "
-            "w2), or of gate_up_proj and down_proj",
+            f'is true, but "{factory}" has no RMS norm, gated MLP or experts that Danlu\'s operators compute',
+            "remove it: known are norms with one `weight`, MLPs of gate_proj, up_proj and down_proj (or w1, w3 and "
+            f"w2), or of gate_up_proj and down_proj, and {', '.join(EXPERT_FAMILIES)} of transformers",
         )
     return found
 
@@ -125,8 +134,8 @@ def _fused(module: nn.Module, x: Tensor, activation: str) -> Tensor:
 
 
 def _computes_the_same(module: nn.Module, forward: Forward, dtype: torch.dtype) -> bool:
-    """Try a copy in fp32, which tells activations apart, and in the run's dtype, which may have another epsilon."""
-    for each in dict.fromkeys((torch.float32, dtype)):
+    """Try a small copy."""
+    for each in _tried(dtype):
         with without_fake_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             copy = _small_copy(module).to(each).train()
@@ -135,6 +144,34 @@ def _computes_the_same(module: nn.Module, forward: Forward, dtype: torch.dtype) 
         if expected is None or actual is None or not _are_close(actual, expected, each):
             return False
     return True
+
+
+def _tried(dtype: torch.dtype) -> list[torch.dtype]:
+    """In fp32, which tells activations apart, and in the run's dtype, which may have another epsilon."""
+    return list(dict.fromkeys((torch.float32, dtype)))
+
+
+def _computes_at_once(experts: nn.Module, dtype: torch.dtype) -> bool:
+    """Try a copy with three experts, of which every token has two, by weights that depend on it."""
+    for each in _tried(dtype):
+        with without_fake_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            own = small_experts(experts, 3, _WIDTH, _HIDDEN).to(each)
+            mine = small_experts(own, 3, _WIDTH, _HIDDEN)
+            mine._parameters = own._parameters
+            compute_at_once(mine)
+
+            expected = _results(own, partial(_two_of_three, own), each)
+            actual = _results(mine, partial(_two_of_three, mine), each)
+        if expected is None or actual is None or not _are_close(actual, expected, each):
+            return False
+    return True
+
+
+def _two_of_three(experts: nn.Module, x_TD: Tensor) -> Tensor:
+    index_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], device="cpu")
+    y_TD: Tensor = experts(x_TD, index_TK, x_TD[:, :2].softmax(-1))
+    return y_TD
 
 
 def _small_copy(module: nn.Module) -> nn.Module:

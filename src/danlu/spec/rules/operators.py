@@ -14,7 +14,7 @@ from danlu.spec.rules.shape import LayoutRule
 IN_BLOCKS: tuple[RoutedOperator, ...] = ("gated_product", "rotate")
 """Operators of blocks alone, which compiled blocks do not call; a norm also stands before the head."""
 
-_OF_MODULES: tuple[RoutedOperator, ...] = ("rms_norm", "gated_product", "masked_attention")
+_OF_MODULES: tuple[RoutedOperator, ...] = ("rms_norm", "gated_product", "masked_attention", "grouped_mm")
 """Operators that `use_kernels` puts into modules of a custom model."""
 
 
