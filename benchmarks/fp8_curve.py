@@ -150,7 +150,7 @@ def main() -> int:
     console.print(table)
     curves = {name: thinned(each) for name, each in losses.items()}
     if asked.svg:
-        asked.svg.write_text(draw(curves, steps, COLORS), encoding="utf-8")
+        asked.svg.write_text(draw({"training loss": curves}, steps, COLORS), encoding="utf-8")
     worst = max(abs(each) for each in apart.values())
     figures = {
         "steps": steps,

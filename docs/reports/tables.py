@@ -297,6 +297,21 @@ def expert_layer(report: Report) -> str:
     return table("layer|loop:|grouped_mm:|Danlu:|over the loop:", rows)
 
 
+def routers(report: Report) -> str:
+    """Learned routers side by side."""
+    rows = [
+        [
+            name,
+            *(f"{row[key]:.3f}" for key in ("loss", "held_out")),
+            *(f"{row[key]:.2f}" for key in ("load", "most_load")),
+            str(row["dropped"]),
+            f"{row['tokens_per_second']:,.0f} ({row['slow_tenth']:,.0f} to {row['fast_tenth']:,.0f})",
+        ]
+        for name, row in report["figures"]["rows"].items()
+    ]
+    return table("balance|loss:|held-out loss:|load:|in the worst step:|dropped:|tokens/s (eight of ten steps):", rows)
+
+
 def attention_masks(report: Report) -> str:
     """Attention of documents and windows, beside torch's with a mask."""
     ways = ("mask", "causal", "Danlu")
@@ -346,6 +361,7 @@ MADE: dict[str, Callable[[Report], str]] = {
     "host_collectives.json table": host_collectives,
     "full.json parts": full_parts,
     "torch.json minors": torch_minors,
+    "routers.json table": routers,
     "dispatch_overlap.json parts": dispatch_in_parts,
     "parity.json layouts": parity_layouts,
     "parity.json fp8": parity_fp8,
