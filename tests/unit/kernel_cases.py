@@ -126,6 +126,7 @@ def not_a_number_case() -> list[str]:
     from danlu.language.cross_entropy import softmax_sums
     from danlu.language.fp8_cast import fp8_cast
     from danlu.language.gated import gated_product
+    from danlu.language.grouped_mm import grouped_mm
     from danlu.language.norm import rms_norm
 
     x = torch.randn(4, 200)
@@ -140,10 +141,14 @@ def not_a_number_case() -> list[str]:
     sums = softmax_sums(x, torch.zeros(4, dtype=torch.int64), 0)[1]
     if sums.isnan().tolist() != [False, True, True, False]:
         problems.append("softmax_sums hides it")
-    cast, scales = fp8_cast(x)
-    dequantized = cast.float() * scales.repeat_interleave(128, 1)[:, :200]
-    if dequantized.isfinite().all(1).tolist() != [True, False, False, True]:
-        problems.append("fp8_cast hides it")
+    for block, powers in ((128, False), (32, True)):
+        cast, scales = fp8_cast(x, block, powers)
+        dequantized = cast.float() * scales.repeat_interleave(block, 1)[:, :200]
+        if dequantized.isfinite().all(1).tolist() != [True, False, False, True]:
+            problems.append(f"fp8_cast in blocks of {block} hides it")
+    products = grouped_mm(x, torch.ones(2, 200, 24), torch.tensor([2, 4], dtype=torch.int32))
+    if products.isfinite().all(1).tolist() != [True, False, False, True]:
+        problems.append("grouped_mm hides it, or shows it elsewhere")
     hidden = torch.full((2, 70), float("-inf"))  # a vocabulary of which almost all is masked
     hidden[:, 3] = 1.0
     highest, sums, _ = softmax_sums(hidden, torch.full((2,), 3), 0)

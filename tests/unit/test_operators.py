@@ -228,6 +228,9 @@ def test_what_is_not_a_number_stays_visible() -> None:
     assert cross_entropy_sum(x[None], targets, None).isnan()
     assert cross_entropy_sum(x[None, :1], targets[:, :1], None).isfinite()
     assert gated.gated_product(x.bfloat16(), torch.ones_like(x).bfloat16(), "geglu").isnan().sum() == 1
+    for counts in ([2, 2], [0, 4]):  # padded, and not
+        products = experts.GroupedProducts(counts)(x, torch.ones(2, 600, 8), None)
+        assert products.isfinite().all(1).tolist() == [True, False, False, True]
 
 
 def test_logits_of_minus_infinity_add_nothing() -> None:

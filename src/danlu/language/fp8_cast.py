@@ -9,6 +9,7 @@ arithmetic, to the same bits. Rows may be columns in memory, as for the gradient
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -95,7 +96,12 @@ FP8_CAST = Kernel(
 def fp8_cast(x_RK: Tensor, block: int = 128, powers: bool = False) -> tuple[Tensor, Tensor]:
     """Rows as e4m3, and the scale of every block: an element times its scale is what it stands for."""
     if block & (block - 1):
-        return reference(x_RK, block, powers)  # tiles have powers of two
+        warnings.warn(
+            f"blocks of {block} elements are cast to fp8 by eight operators of torch: the kernel takes powers of two",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return reference(x_RK, block, powers)
     rows, width = x_RK.shape
     blocks = triton.cdiv(width, block)
     values_RK = x_RK.new_empty(rows, width, dtype=torch.uint8)

@@ -160,7 +160,6 @@ def _computes_at_once(experts: nn.Module, dtype: torch.dtype) -> bool:
             mine = small_experts(own, 3, _WIDTH, _HIDDEN)
             mine._parameters = own._parameters
             compute_at_once(mine)
-
             expected = _results(own, partial(_two_of_three, own), each)
             actual = _results(mine, partial(_two_of_three, mine), each)
         if expected is None or actual is None or not _are_close(actual, expected, each):

@@ -81,9 +81,10 @@ class Operator:
         if self.chosen is not None:
             if self.chosen.takes(x, *others):
                 return self.chosen
+            widths = " and ".join(str(each.shape[-1]) for each in (x, *others))
             warnings.warn(
-                f"{self.name}: the plan asks for {self.chosen.name}, which does not take {x.dtype} on {x.device.type}: "
-                "what is chosen without a plan runs instead, at a cost that nobody has measured",
+                f"{self.name}: the plan asks for {self.chosen.name}, which does not take {x.dtype} in rows of {widths} "
+                f"on {x.device.type}: what is chosen without a plan runs instead, at a cost that nobody has measured",
                 RuntimeWarning,
                 stacklevel=2,
             )
