@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from danlu.cost.parameter_count import flops_per_token
+from danlu.cost.software import ALL_AT_ONCE, token_dispatch
 from danlu.planner import PlanRequest, PricedPlan, search
 from danlu.planner.request import parse_constraints
 from danlu.spec.cluster import Cluster
@@ -116,9 +117,10 @@ def answer(question: Question) -> dict[str, Any]:
 def _row(best: PricedPlan) -> dict[str, Any]:
     plan = best.plan
     degrees = " × ".join(f"{axis} {degree}" for axis, degree in plan.degrees.model_dump().items() if degree > 1)
-    parts = f", tokens in {plan.dispatch_chunks} parts" if plan.dispatch_chunks > 1 else ""
+    dispatch = token_dispatch(plan)
+    tokens = f", tokens {dispatch.words}" if dispatch != ALL_AT_ONCE else ""
     return {
-        "layout": f"{degrees}, {plan.microbatches} microbatches{parts}",
+        "layout": f"{degrees}, {plan.microbatches} microbatches{tokens}",
         "recompute": str(plan.recompute),
         "regather": plan.regather_inputs,
         "seconds": best.seconds,

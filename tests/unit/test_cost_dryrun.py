@@ -14,6 +14,7 @@ from danlu.cost.memory import MemoryEstimate
 from danlu.cost.muon import muon_work
 from danlu.cost.parallel_layout import layout_from_plan
 from danlu.cost.rank_memory import RankMemoryEstimator
+from danlu.cost.software import token_dispatch
 from danlu.cost.step_prediction import Predictor
 from danlu.dryrun.dry_run import dry_run_ranks
 from danlu.planner import PlanRequest
@@ -101,6 +102,15 @@ EXPERTS = {
         32,
     ),
     "ep × tp, regathered": (plan(shard=4, tp=4, ep=4, regather_inputs=True), 8),
+    "ep, deduplicated": (plan(shard=8, ep=8, token_dispatcher="deduplicated"), 8),
+    "hsdp × ep over two levels, deduplicated": (
+        plan(replicate=2, shard=16, ep=8, token_dispatcher="deduplicated", mapping={"ep": {"node": 4, "pod": 2}}),
+        32,
+    ),
+    "1f1b × ep × tp, deduplicated, recomputed": (
+        plan(pp=2, shard=4, tp=2, ep=8, recompute="full", microbatches=4, token_dispatcher="deduplicated"),
+        16,
+    ),
     "1f1b × ep, recomputed": (plan(pp=2, shard=4, ep=4, recompute="full", microbatches=4), 16),
     "ep, by layer": (plan(shard=8, ep=8, recompute=RecomputeLayers(selective="0-2", full="5-7")), 8),
     "interleaved × ep × tp": (plan("interleaved", 2, pp=2, shard=4, tp=2, ep=4, microbatches=4), 16),
@@ -216,7 +226,9 @@ def recipe_of(name: str) -> Recipe:
 def formulas_of(recipe: Recipe, wanted: Plan) -> Predictor:
     """With nothing hidden behind anything; counts and bytes do not depend on that."""
     question = PlanRequest(recipe=recipe, cluster=POD, chips=wanted.degrees.world)
-    own = software_for(question, wanted.recompute, regather_inputs=wanted.regather_inputs)
+    own = software_for(
+        question, wanted.recompute, regather_inputs=wanted.regather_inputs, dispatch=token_dispatch(wanted)
+    )
     serial = replace(own, overlap_grad_reduce=False, overlap_p2p_comm=False, overlap_ring=False)
     return Predictor(recipe.decoder, recipe.batch, POD, serial, question.matmul_dtype)
 
@@ -268,7 +280,10 @@ PARTS = {
 AXIS = {"shard": "shard·replicate", "replicate": "shard·replicate"}
 
 
-@pytest.mark.parametrize("name", [case for case in CASES if LAYOUTS[str(case.values[0])][0].degrees.pp == 1])
+ON_ONE_WIRE = [name for name, (wanted, _) in LAYOUTS.items() if wanted.degrees.pp == 1 and not wanted.mapping]
+
+
+@pytest.mark.parametrize("name", [case for case in CASES if str(case.values[0]) in ON_ONE_WIRE])
 def test_every_axis_is_priced_by_what_the_dry_run_sends(name: str) -> None:
     """On a wire of one byte a second that costs nothing else, seconds of traffic are bytes."""
     formulas, wanted, traces = both(name)

@@ -14,7 +14,7 @@ from danlu.cost.parameter_count import count_parameters, flops_per_token
 from danlu.cost.pipeline_formula import StageTime, pipeline_time
 from danlu.cost.pipeline_schedules import pipeline_actions
 from danlu.cost.pipeline_simulator import simulate
-from danlu.cost.software import DANLU, ZERO_1, Software
+from danlu.cost.software import DANLU, ZERO_1, Software, TokenDispatch
 from danlu.cost.step_prediction import Predictor, predict
 from danlu.spec.cluster import Chip, Cluster, NetworkLevel
 from danlu.spec.load import load_cluster, load_model
@@ -99,7 +99,7 @@ def test_parts_hide_all_ways_but_two() -> None:
     layout = ParallelLayout(shard=8, ep=8, microbatches=32, reshard_after_forward=True)
 
     def expert_seconds(chunks: int) -> float:
-        software = replace(DANLU, dispatch_chunks=chunks)
+        software = replace(DANLU, dispatch=TokenDispatch(chunks=chunks))
         return Predictor(MIXTRAL, BATCH, POD, software).predict(layout).parts["expert"]
 
     whole, halves, quarters = (expert_seconds(chunks) for chunks in (1, 2, 4))

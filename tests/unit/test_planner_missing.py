@@ -13,7 +13,7 @@ from danlu.spec.load import load_cluster
 from danlu.spec.plan import Degrees, Plan
 
 EVERYWHERE = {"compiled blocks", "fp8 matmuls", "activation offload"}
-DISPATCH = {"overlapped expert dispatch", "deduplicated expert dispatch"}
+DISPATCH = {"overlapped expert dispatch"}
 BY_LAYOUT: dict[str, tuple[PlanRequest, Plan, set[str]]] = {
     "sharded": (question(chips=8, cluster=machine(nodes=2)), Plan(degrees=Degrees(shard=8)), set()),
     "cp": (question(chips=8), Plan(degrees=Degrees(shard=4, cp=2)), set()),
@@ -47,7 +47,6 @@ def test_what_a_layout_could_use_is_listed_with_a_reason(name: str) -> None:
         ("sharded", "compiled blocks", {"eager": False}),
         ("tp", "asynchronous tensor parallelism", {"overlap_tp_comm": True}),
         ("experts", "overlapped expert dispatch", {"overlap_ep_comm": True}),
-        ("experts", "deduplicated expert dispatch", {"level_dispatch": True}),
     ],
 )
 def test_a_gain_is_the_difference_of_two_predictions(name: str, feature: str, traits: dict[str, bool]) -> None:

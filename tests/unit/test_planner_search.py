@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from made_questions import DENSE, EXPERTS, machine, question, with_recipe
 
+from danlu.cost.software import ALL_AT_ONCE
 from danlu.planner import PlanRequest, PlanRequestError, parse_constraints, price_plan, search, search_exhaustively
 from danlu.planner.mesh_placement import PlacementEnumerator, placement_of_plan
-from danlu.planner.pricing import PlanPricer
+from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.search_space import Candidate, ScheduleKnobs, SearchSpace, ShapeKnobs, candidate_from_plan
 from danlu.spec.check import find_problems
 from danlu.spec.load import ParsedSpec, load_cluster, load_recipe
@@ -71,7 +72,7 @@ def test_bounds_are_bounds(name: str) -> None:
     candidates = list(space.candidates())
     for candidate in chance.sample(candidates, min(150, len(candidates))):
         shape, schedule, data = candidate
-        schedule = schedule._replace(dispatch_chunks=1)  # bounds are of any number of parts
+        schedule = schedule._replace(dispatch=ALL_AT_ONCE)  # bounds are of any way
         any_dispatch = Candidate(shape, schedule, data)
         least = pricing.lower_bound(any_dispatch).seconds
         of_all = pricing.shape_lower_bound(shape, schedule, space.data_splits(shape, schedule))
@@ -178,12 +179,24 @@ def test_holds_what_is_fixed_and_leaves_out_what_is_not_wanted() -> None:
         question(chips=17)
 
 
-def test_tokens_go_in_parts_where_that_hides_their_traffic() -> None:
+def test_tokens_go_once_or_in_parts_where_that_is_faster() -> None:
     asked = SMALL["experts across a slow network"]
-    best = search(asked, shown=1).best[0]
-    assert best.plan.dispatch_chunks > 1
-    whole = search(replace(asked, constraints=parse_constraints("ep=8,chunks=1")), shown=1).best[0]
-    assert whole.plan.dispatch_chunks == 1 and whole.seconds > best.seconds
+
+    def best(fix: str) -> PricedPlan:
+        return search(replace(asked, constraints=parse_constraints(fix)), shown=1).best[0]
+
+    once, parts, whole = best("ep=8"), best("ep=8,dispatcher=alltoall"), best("ep=8,dispatcher=alltoall,chunks=1")
+    assert once.plan.token_dispatcher == "deduplicated" and once.plan.dispatch_chunks == 1
+    assert parts.plan.token_dispatcher == "alltoall" and parts.plan.dispatch_chunks > 1
+    assert once.seconds < parts.seconds < whole.seconds
+    assert best("ep=8,chunks=4").plan.token_dispatcher == "alltoall", "tokens that are sent once are not sent in parts"
+
+
+def test_one_expert_a_token_is_sent_in_one_all_to_all() -> None:
+    """Nothing is sent twice then, and every level that is passed by itself costs."""
+    alone = EXPERTS.model_copy(update={"moe": EXPERTS.moe.model_copy(update={"top_k": 1})})  # type: ignore[union-attr]
+    asked = question(alone, chips=8, cluster=machine(nodes=2, slow=2e9), sequences=8, fix="ep=8")
+    assert search(asked, shown=1).best[0].plan.token_dispatcher == "alltoall"
 
 
 def test_groups_reach_as_far_as_their_ranks_lie() -> None:

@@ -33,7 +33,7 @@ CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 VIRTUAL = (1, 2, 3, 4, 6, 8)
-CHUNKS = (1, 2, 4)
+DISPATCHES = (*product(("alltoall", "deduplicated"), (1, 2, 4)),)
 """The values that `docs/how-to/plan.md` promises to search."""
 
 Key = tuple[Any, ...]
@@ -50,6 +50,7 @@ def key(plan: Plan) -> Key:
         plan.recompute,
         plan.resolved_reshard_after_forward,
         plan.compile,
+        plan.token_dispatcher,
         plan.dispatch_chunks,
         plan.context_parallel,
         plan.regather_inputs,
@@ -89,9 +90,9 @@ def accepted(question: PlanRequest) -> set[Key]:
                 continue
             degrees = Degrees(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp, ep=ep)
             kinds = ("ulysses", "ring") if cp > 1 else ("ulysses",)
-            parts = CHUNKS if ep > 1 else (1,)
+            ways = DISPATCHES if ep > 1 else (("alltoall", 1),)
             switches = (True, False), (True, False)
-            for recompute, reshards, regather, kind, chunks in product(RECOMPUTES, *switches, kinds, parts):
+            for recompute, reshards, regather, kind, way in product(RECOMPUTES, *switches, kinds, ways):
                 if allow("recompute", recompute):
                     plan = Plan(
                         degrees=degrees,
@@ -101,7 +102,8 @@ def accepted(question: PlanRequest) -> set[Key]:
                         reshard_after_forward=reshards,
                         regather_inputs=regather,
                         context_parallel=kind,  # type: ignore[arg-type]
-                        dispatch_chunks=chunks,
+                        token_dispatcher=way[0],  # type: ignore[arg-type]
+                        dispatch_chunks=way[1],
                         compile=question.constraints.allows_compile(True),
                     )
                     if not find_problems(question.parsed_recipe, parsed_without_file(plan)):

@@ -3,6 +3,7 @@
 Works both on real groups and on the fake ones of a dry run, so that the two can be compared.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ _OPERATIONS = {
 _INPUT_IS_SECOND = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
 """Operations whose input is the second argument, not the first."""
 _NO_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd")
-
+_LEVEL = re.compile(r"·\d+$")
 
 DTYPE_BYTES = {
     str(dtype).removeprefix("torch."): dtype.itemsize
@@ -54,8 +55,12 @@ class CollectiveCall:
 
     @property
     def axes(self) -> str:
-        """The axes of the group, from the name the mesh gave it; `world` for all ranks."""
-        return self.group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
+        """The axes of the group, from the name the mesh gave it; `world` for all ranks.
+
+        A group across one level of the network, `ep·1`, is of its axis.
+        """
+        name = self.group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
+        return _LEVEL.sub("", name)
 
 
 def is_collective(func: Any) -> bool:

@@ -8,7 +8,7 @@ adds up: r − 1 rounds per level for rings (Thakur et al., 2005), their logarit
 knows what a rank sends; the times of gathers and reductions and the traffic of a dry run use it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2
 from typing import Literal
@@ -45,6 +45,9 @@ class Link:
     if the library drives one adapter per group."""
     measured: CollectiveTimes | None = None
     """Measured times of the operations, if the level was probed; they replace the formulas."""
+    dispatch_bounds: tuple[tuple[float, float], ...] = ()
+    """Of a network for lower bounds: seconds to start a dispatch of tokens that are sent once, and seconds per byte of
+    the tokens, at every placement that may be the fastest; they replace the formula."""
 
 
 @dataclass(frozen=True)
@@ -218,15 +221,38 @@ def level_dispatch_time(network: Network, span: GroupShape, token: float, tokens
 
     From the outermost inwards, each after the one outside it; experts are drawn at random.
     """
-    seconds, rows, draws = 0.0, tokens, float(top_k)
-    for units, link in reversed(list(zip(span, network.links, strict=True))):
-        if units > 1:
+    seconds = 0.0
+    for level, rows in dispatch_rows(span, top_k):
+        units, link, held = span[level], network.links[level], rows * tokens * token
+        if link.dispatch_bounds:
+            return min(start + per_byte * tokens * token for start, per_byte in link.dispatch_bounds)
+        known = link.measured.seconds("all_to_all", units, held) if link.measured else None
+        direct = network.collective_latency + (units - 1) * (link.latency + held / units / link.bandwidth)
+        seconds += direct if known is None else known
+    return seconds
+
+
+def dispatch_rows(span: GroupShape, top_k: int) -> Iterator[tuple[int, float]]:
+    """The levels that tokens sent once pass, outermost first, and for each the rows that a rank sends there per token.
+
+    Those for its own unit are counted.
+    """
+    rows, draws = 1.0, float(top_k)
+    for level in reversed(range(len(span))):
+        if (units := span[level]) > 1:
             hit = 1 - (1 - 1 / units) ** draws
             rows, draws = rows * units * hit, draws / (units * hit)
-            known = link.measured.seconds("all_to_all", units, rows * token) if link.measured else None
-            direct = network.collective_latency + (units - 1) * (link.latency + rows * token / units / link.bandwidth)
-            seconds += direct if known is None else known
-    return seconds
+            yield level, rows
+
+
+def dispatch_bound(network: Network, span: GroupShape, top_k: int) -> tuple[float, float]:
+    """What `Link.dispatch_bounds` holds of one placement, on levels that were not measured."""
+    start = per_byte = 0.0
+    for level, rows in dispatch_rows(span, top_k):
+        units, link = span[level], network.links[level]
+        start += network.collective_latency + (units - 1) * link.latency
+        per_byte += rows * (units - 1) / units / link.bandwidth
+    return start, per_byte
 
 
 def _distinct_others(ranks: int, draws: int) -> float:

@@ -17,6 +17,7 @@ from danlu.cost.collectives import (
     all_reduce_time,
     all_to_all_time,
     dedup_dispatch_time,
+    dispatch_rows,
     level_dispatch_time,
     reduce_scatter_time,
     ring_turn_time,
@@ -31,6 +32,7 @@ from danlu.cost.operator_time import (
     unfused_attention_time,
 )
 from danlu.cost.overlap import exposed_time
+from danlu.cost.software import TokenDispatch
 from danlu.cost.stage_contents import LayerKind
 from danlu.ops import attention, experts, layer, mlp
 from danlu.ops.layer_shard import LayerShard
@@ -161,18 +163,24 @@ class _LayerTimer:
             )
             return LayerTime(forward, backward, weights, self._again(recompute, forward, host[0]))
         ways = []
-        for chunks in self.software.dispatch_choices or (self.software.dispatch_chunks,):
-            there, back, routed = self._with_experts(forward, backward, chunks)
+        for dispatch in self.software.dispatch_choices or (self.software.dispatch,):
+            there, back, routed = self._with_experts(forward, backward, dispatch)
             there, back = there.with_launch_time(host[0], blocking), back.with_launch_time(host[1], blocking)
             ways.append((there, back, weights + routed))
         return self._least(ways, recompute, host[0])
 
-    def _with_experts(self, forward: PassTime, backward: PassTime, chunks: int) -> tuple[PassTime, PassTime, float]:
-        """The passes with experts through which tokens go in so many parts; and seconds for gradients of weights."""
-        there, inputs, weights = self._matmul_times(chunks)
-        once, back = self._dispatch_time(chunks), inputs + weights
-        sent = self._expert(chunks, once, forward.compute + there, there)
-        returned = self._expert(chunks, once, backward.compute + back, back)
+    def _with_experts(
+        self, forward: PassTime, backward: PassTime, dispatch: TokenDispatch
+    ) -> tuple[PassTime, PassTime, float]:
+        """The passes with experts that tokens reach in one way; and seconds for gradients of weights."""
+        there, inputs, weights = self._matmul_times(dispatch.chunks)
+        once, back = self._dispatch_time(dispatch), inputs + weights
+        if dispatch.deduplicated:
+            copied = self._copied_times()
+            forward = forward._replace(elementwise=forward.elementwise + copied[0])
+            backward = backward._replace(elementwise=backward.elementwise + copied[1])
+        sent = self._expert(dispatch.chunks, once, forward.compute + there, there)
+        returned = self._expert(dispatch.chunks, once, backward.compute + back, back)
         return (
             forward._replace(linear=forward.linear + there, expert=sent),
             backward._replace(linear=backward.linear + back, expert=returned),
@@ -347,14 +355,30 @@ class _LayerTimer:
                 total += self.device.measured.seconds("copy", elements)
         return total
 
-    def _dispatch_time(self, chunks: int) -> float:
-        """Seconds in which one of so many parts of the tokens is sent one way."""
+    def _dispatch_time(self, dispatch: TokenDispatch) -> float:
+        """Seconds in which the tokens, or one part of them, are sent one way."""
         shape, shard, software, width = self.shape, self.shard, self.software, self.device.element_bytes
-        if software.dedup_dispatch or software.level_dispatch:
+        if software.dedup_dispatch or dispatch.deduplicated:
             tokens = shard.tokens / shard.tp * software.expert_imbalance
-            dispatch_time = level_dispatch_time if software.level_dispatch else dedup_dispatch_time
+            dispatch_time = level_dispatch_time if dispatch.deduplicated else dedup_dispatch_time
             return dispatch_time(self.network, self.local.ep_group, width * shape.width, tokens, shape.top_k)
-        return all_to_all_time(self.network, self.local.ep_group, width * experts.exchanged_elements(shard) / chunks)
+        held = width * experts.exchanged_elements(shard) / dispatch.chunks
+        return all_to_all_time(self.network, self.local.ep_group, held)
+
+    def _copied_times(self) -> tuple[float, float]:
+        """Seconds, forward and backward, for which tokens sent once are copied longer than a copy for every expert is.
+
+        Such copies are made where they leave and put in order where they arrive; rows of tokens sent once are made for
+        every level, and a copy for every expert where that is held.
+        """
+        top_k, shard, width = self.shape.top_k, self.shard, self.shape.width
+        made = top_k + sum(rows for _, rows in dispatch_rows(self.local.ep_group, top_k))
+        more = max(0.0, made / (2 * top_k) - 1)
+        if times := self.device.measured:
+            each = shard.routed_rows * width
+            return more * times.seconds("dispatch", each), more * times.seconds("dispatch_backward", each)
+        moved = self.overheads.dispatch_bytes_moved * shard.routed_rows * width * self.device.element_bytes / 2
+        return elementwise_time(self.device, more * moved, 0), elementwise_time(self.device, 1.5 * more * moved, 0)
 
     def _expert(self, chunks: int, once: float, compute: float, routed: float) -> float:
         """Exposed traffic of experts in one pass: dispatch and combine, each `once` for a part, less what is hidden.

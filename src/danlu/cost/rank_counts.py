@@ -6,12 +6,13 @@ matmuls and of the causal half of attention.
 
 from dataclasses import dataclass
 
+from danlu.cost.collectives import dispatch_rows
 from danlu.cost.layout_shapes import LayoutShapes
 from danlu.cost.memory import MASTER_BYTES
 from danlu.cost.muon import muon_work
 from danlu.cost.pipeline_schedules import gathers_per_stage as gathers_of
 from danlu.cost.stage_contents import LayerKind, StageContents
-from danlu.ops import attention, embedding_head, experts, layer, mlp, mtp
+from danlu.ops import attention, embedding_head, layer, mlp, mtp
 from danlu.ops.recompute import RERUN
 from danlu.spec.plan import stages_of_rank
 
@@ -115,9 +116,12 @@ class RankCounter(LayoutShapes):
         """Tokens to their experts and back."""
         if self.shard.ep == 1:
             return 0.0
-        rows = self.software.activation_bytes * experts.exchanged_elements(self.shard)
-        counts = [(kind, count) for kind, count in contents.runs if kind.moe]
-        return sum(self.layout.microbatches * count * 2 * rows * _passes(kind) for kind, count in counts)
+        rows = float(self.shard.routed_rows)
+        if self.software.dispatch.deduplicated:
+            per_token = sum(rows for _, rows in dispatch_rows(self.local.ep_group, self.shape.top_k))
+            rows *= per_token / self.shape.top_k
+        both_ways = 2 * self.software.activation_bytes * self.shape.width * rows
+        return sum(self.layout.microbatches * n * both_ways * _passes(kind) for kind, n in contents.runs if kind.moe)
 
     def _shard(self, contents: StageContents) -> float:
         """Shards to gather, and full gradients to reduce-scatter."""

@@ -5,10 +5,11 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from danlu.ops.newton_schulz import MuonTraits
 from danlu.ops.recompute import Recompute, Saving
+from danlu.spec.plan import Plan, TokenDispatcher
 
 ShardScope = Literal["none", "group", "all"]
 """Ranks over which a state is sharded: none, one group of replicas, all replicas (PaRO's N, I and G)."""
@@ -37,6 +38,36 @@ ZERO_2 = Sharding("none", "all", "all")
 ZERO_3 = Sharding("all", "all", "all")
 HSDP = Sharding("group", "group", "group")
 HSDP_ZERO_1 = Sharding("group", "group", "all")
+
+
+class TokenDispatch(NamedTuple):
+    """How the tokens of a layer reach the experts of other ranks, as a plan's keys say."""
+
+    deduplicated: bool = False
+    """`token_dispatcher` is deduplicated: once to every unit of each level that needs a token, level by level."""
+    chunks: int = 1
+    """`dispatch_chunks`: parts of the tokens that are sent one after another, each while the one before is computed."""
+
+    @property
+    def dispatcher(self) -> TokenDispatcher:
+        """The plan's word for it."""
+        return "deduplicated" if self.deduplicated else "alltoall"
+
+    @property
+    def words(self) -> str:
+        """For tables."""
+        if self.deduplicated:
+            return "deduplicated"
+        return f"in {self.chunks} parts" if self.chunks > 1 else "all at once"
+
+
+ALL_AT_ONCE = TokenDispatch()
+"""A copy for each chosen expert, in one all-to-all: what a plan does that says nothing else."""
+
+
+def token_dispatch(plan: Plan) -> TokenDispatch:
+    """That of a plan."""
+    return TokenDispatch(plan.token_dispatcher == "deduplicated", plan.dispatch_chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +101,9 @@ class Software:
     """Send between stages while computing; only the interleaved schedules can."""
     dedup_dispatch: bool = False
     """Send a token once to every node and rank that needs it (DeepEP, HybridEP), not once per expert."""
-    level_dispatch: bool = False
-    """Send a token once to every unit of each level that needs it, level by level, as `token_dispatcher =
-    "deduplicated"` does."""
-    dispatch_chunks: int = 1
-    """Parts of a layer's tokens that are sent to experts one after another, each while the one before is computed."""
-    dispatch_choices: tuple[int, ...] = ()
-    """Of these numbers of parts each layer takes what is best: a bound on the time with any of them."""
+    dispatch: TokenDispatch = ALL_AT_ONCE
+    dispatch_choices: tuple[TokenDispatch, ...] = ()
+    """Of these each layer takes what is best, instead of `dispatch`: a bound on the time with any of them."""
     fused_grouped_gemm: bool = False
     """Run the matmuls of all experts in one kernel, with the activation in it, not one call per expert."""
     quantized_input_bytes: float = 0.0

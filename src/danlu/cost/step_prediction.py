@@ -33,7 +33,7 @@ from danlu.cost.pipeline_formula import StageTime, pipeline_time
 from danlu.cost.pipeline_schedules import gathers_per_stage
 from danlu.cost.rank_counts import RankCounter, RankCounts
 from danlu.cost.rank_memory import RankMemoryEstimator
-from danlu.cost.software import DANLU, Software
+from danlu.cost.software import ALL_AT_ONCE, DANLU, Software, token_dispatch
 from danlu.cost.stage_contents import RankParameters, StageContents
 from danlu.cost.stragglers import straggler_slowdown
 from danlu.ops.embedding_head import table_parameters
@@ -140,10 +140,8 @@ def predict(
         software = replace(software, eager=False)
     if plan.regather_inputs:
         software = replace(software, keep_gathered_inputs=False)
-    if plan.token_dispatcher == "deduplicated":
-        software = replace(software, level_dispatch=True)
-    if plan.dispatch_chunks > 1:
-        software = replace(software, dispatch_chunks=plan.dispatch_chunks)
+    if token_dispatch(plan) != ALL_AT_ONCE:
+        software = replace(software, dispatch=token_dispatch(plan))
     return Predictor(model, batch, cluster, software, dtype, constants).predict(layout_from_plan(plan, cluster))
 
 

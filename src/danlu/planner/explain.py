@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from danlu.cost.software import ALL_AT_ONCE
 from danlu.planner.pricing import PlanPricer, PricedPlan
-from danlu.planner.request import DISPATCH_CHUNKS, RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
+from danlu.planner.request import DISPATCHES, RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
 from danlu.planner.search_space import Candidate, SearchSpace, context_kind
 from danlu.planner.ties import tie_limit
 from danlu.spec.plan import LOOPED_SCHEDULES
@@ -168,11 +169,11 @@ def neighbors(
         word = "keep gathered inputs" if schedule.regather_inputs else "regather inputs"
         changed = schedule._replace(regather_inputs=not schedule.regather_inputs)
         yield word, candidate._replace(schedule=changed)
-    if shape.ep > 1 and not only_smaller and not schedule.deduplicated:
-        for chunks in DISPATCH_CHUNKS:
-            if chunks != schedule.dispatch_chunks:
-                words = f"dispatch in parts {schedule.dispatch_chunks} → {chunks}"
-                yield words, candidate._replace(schedule=schedule._replace(dispatch_chunks=chunks))
+    if shape.ep > 1 and not only_smaller:
+        for dispatch in DISPATCHES:
+            if dispatch != schedule.dispatch:
+                words = f"dispatch {schedule.dispatch.words} → {dispatch.words}"
+                yield words, candidate._replace(schedule=schedule._replace(dispatch=dispatch))
     if shape.cp > 1:
         words = f"context {context_kind(shape.ring)} → {context_kind(not shape.ring)}"
         yield words, candidate._replace(shape=shape._replace(ring=not shape.ring))
@@ -206,7 +207,7 @@ def _degree_neighbors(candidate: Candidate, axis: str, only_smaller: bool) -> It
     if axis == "ep":
         for then in (now * 2, now // 2):
             if then and (now % 2 == 0 or then > now) and not (only_smaller and then < now):
-                changed = schedule._replace(deduplicated=False, dispatch_chunks=1) if then == 1 else schedule
+                changed = schedule._replace(dispatch=ALL_AT_ONCE) if then == 1 else schedule
                 yield f"ep {now} → {then}", Candidate(shape._replace(ep=then), changed, data)
         return
     if axis == "pp":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 
-from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, PlanRequest
+from danlu.planner.request import RECOMPUTE_MODES, SEARCHED_SCHEDULES, TOKEN_DISPATCHERS, PlanRequest
 from danlu.planner.search_space import SearchSpace, ShapeKnobs, context_kind, plan_without_file
 from danlu.spec.plan import DENSE_AXES, LOOPED_SCHEDULES, Degrees, PipelineConfig, Plan
 from danlu.spec.problem import Problem
@@ -51,6 +51,10 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
     if not modes:
         yield "--exclude names every recompute mode: remove one of them"
         return
+    dispatchers = _remaining(request, "dispatcher", TOKEN_DISPATCHERS)
+    if not dispatchers:
+        yield "--exclude names every dispatcher of tokens: remove one of them"
+        return
     if not names and shape.pp > 1:
         yield f"--exclude names every schedule, but pp = {shape.pp} needs one: remove one of them, or fix pp=1"
         return
@@ -64,8 +68,11 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
         *(sorted(fixed.get(switch, {"false"})) for switch in ("reshard", "regather", "compile")),
     ):
         usual = "2" if schedule in LOOPED_SCHEDULES else "1"
-        for stages, number, chunks in product(
-            _numbers(request, "virtual", usual), _microbatches(request, shape), _numbers(request, "chunks", "1")
+        for stages, number, dispatcher, chunks in product(
+            _numbers(request, "virtual", usual),
+            _microbatches(request, shape),
+            dispatchers[:1],
+            _numbers(request, "chunks", "1"),
         ):
             if isinstance(number, str):
                 yield number
@@ -79,6 +86,7 @@ def _conflicts(request: PlanRequest, shape: ShapeKnobs) -> Iterator[str]:
                 regather_inputs=regather == "true",
                 compile=compiled == "true",
                 microbatches=number,
+                token_dispatcher=dispatcher,  # type: ignore[arg-type]
                 dispatch_chunks=chunks,
             )
             yield from (problem_text(problem) for problem in islice(_problems(request, plan), 1))

@@ -118,14 +118,6 @@ def _experts(now: _Variation) -> Iterator[MissingFeature]:
         "a microbatch waits for its all-to-alls: no other one computes meanwhile",
         overlap_ep_comm=True,
     )
-    if not now.schedule.deduplicated:
-        yield now.gain(
-            "deduplicated expert dispatch",
-            'the runtime has it, but it is not searched: token_dispatcher = "deduplicated" in the plan sends a token '
-            "once to every part of the network that needs it, and sums in another order",
-            level_dispatch=True,
-            dispatch_chunks=1,
-        )
 
 
 def _expert_tp(now: _Variation) -> Iterator[MissingFeature]:

@@ -13,7 +13,7 @@ from danlu.cost.memory import MemoryEstimate
 from danlu.cost.overlap import exposed_time
 from danlu.cost.parallel_layout import ParallelLayout
 from danlu.cost.rank_counts import RankCounts
-from danlu.cost.software import DANLU, Software
+from danlu.cost.software import ALL_AT_ONCE, DANLU, Software, TokenDispatch
 from danlu.cost.step_prediction import Predictor, StepPrediction
 from danlu.ops.newton_schulz import muon_traits
 from danlu.ops.recompute import plan_recompute
@@ -110,9 +110,8 @@ def software_for(
     *,
     regather_inputs: bool = False,
     compiled: bool = False,
-    deduplicated: bool = False,
-    dispatch_chunks: int = 1,
-    dispatch_choices: tuple[int, ...] = (),
+    dispatch: TokenDispatch = ALL_AT_ONCE,
+    dispatch_choices: tuple[TokenDispatch, ...] = (),
 ) -> Software:
     """Danlu's own software traits, with the recipe's precision and document mask."""
     precision = request.recipe.precision
@@ -121,8 +120,7 @@ def software_for(
         document_mask=request.recipe.data.document_mask,
         keep_gathered_inputs=not regather_inputs,
         eager=not compiled,
-        level_dispatch=deduplicated,
-        dispatch_chunks=dispatch_chunks,
+        dispatch=dispatch,
         dispatch_choices=dispatch_choices,
         recompute=plan_recompute(recompute, request.model.layers),
         expert_imbalance=request.expert_imbalance,
@@ -148,9 +146,8 @@ class _SoftwareKnobs(NamedTuple):
     recompute: PlanRecompute
     regather_inputs: bool = False
     compiled: bool = False
-    deduplicated: bool = False
-    dispatch_chunks: int = 1
-    dispatch_choices: tuple[int, ...] = ()
+    dispatch: TokenDispatch = ALL_AT_ONCE
+    dispatch_choices: tuple[TokenDispatch, ...] = ()
 
 
 class _ModelTraffic(NamedTuple):
@@ -182,7 +179,10 @@ class PlanPricer:
         self._traffic = lru_cache(maxsize=None)(self._model_traffic)
         self._least_traffic = lru_cache(maxsize=None)(self._least_model_traffic)
         self._networks = RelaxedNetworkBuilder(
-            self._predictor(_SoftwareKnobs("none")).context.network, request.chips, request.cluster
+            self._predictor(_SoftwareKnobs("none")).context.network,
+            request.chips,
+            request.cluster,
+            request.model.moe.top_k if request.model.moe else 1,
         )
 
     def for_chips(self, chips: int) -> "PlanPricer":
@@ -236,16 +236,17 @@ class PlanPricer:
         """Memory of a rank, for every pp rank."""
         return self._predictor_of(candidate.schedule).memory_by_pp_rank(self._layout(candidate))
 
-    def counts(self, candidate: Candidate, pp_rank: int) -> RankCounts:
+    def counts(self, candidate: Candidate, placement: MeshPlacement, pp_rank: int) -> RankCounts:
         """FLOPs and bytes sent in a step by a rank of this pp rank."""
-        return self._predictor_of(candidate.schedule).counts(self._layout(candidate), pp_rank)
+        layout = self._layout(candidate, placement.group_shapes)
+        return self._predictor_of(candidate.schedule).counts(layout, pp_rank)
 
     def lower_bound(
         self, candidate: Candidate, memory: MemoryEstimate | None = None, known: GroupShapes = ()
     ) -> StepPrediction:
         """Memory, and a lower bound on the time over all placements, or over those with the `known` groups.
 
-        And over every number of parts in which tokens may go through their experts, unless the layout has several.
+        And over every way in which tokens may reach their experts, unless the layout has one that is not the usual.
         """
         predictor, layout = self._relaxed(candidate, known)
         return predictor.predict(layout, memory)
@@ -267,7 +268,7 @@ class PlanPricer:
         network, group_shapes = self._networks.build(sizes, known)
         knobs = _software_knobs(schedule)
         choices = self._dispatch_choices(shape.ep)
-        if schedule.dispatch_chunks == 1 and not schedule.deduplicated and choices != (1,):
+        if schedule.dispatch == ALL_AT_ONCE and choices != (ALL_AT_ONCE,):
             knobs = knobs._replace(dispatch_choices=choices)
         predictor = self._relaxed_predictor(knobs).on(network)
         return predictor, self._layout(candidate, group_shapes)
@@ -411,6 +412,5 @@ def _software_knobs(schedule: ScheduleKnobs) -> _SoftwareKnobs:
         schedule.recompute,
         schedule.regather_inputs,
         schedule.compile,
-        schedule.deduplicated,
-        schedule.dispatch_chunks,
+        schedule.dispatch,
     )

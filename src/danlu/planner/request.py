@@ -6,11 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
+from danlu.cost.software import TokenDispatch
 from danlu.planner.fit_chance import default_reserve
 from danlu.spec.cluster import Cluster, Dtype
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
-from danlu.spec.plan import DENSE_AXES, ContextParallel
+from danlu.spec.plan import DENSE_AXES, ContextParallel, TokenDispatcher
 from danlu.spec.problem import suggest_name
 from danlu.spec.recipe import ComputeDtype, Recipe
 from danlu.spec.toml import TomlDocument
@@ -27,11 +28,13 @@ KNOBS = (
     "reshard",
     "regather",
     "compile",
+    "dispatcher",
     "chunks",
 )
 """What a search varies: degrees; how `cp` attends (`context_parallel`); microbatches, or sequences per microbatch;
 schedule and stages per rank; recompute; whether gathered parameters, and inputs that `tp` gathered, are freed after the
-forward pass; `compile`, if asked; in how many parts tokens go through the experts of `ep` (`dispatch_chunks`)."""
+forward pass; `compile`, if asked; how tokens reach the experts of `ep` (`token_dispatcher`), and in how many parts
+(`dispatch_chunks`)."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 """Schedules searched. `gpipe` is skipped: it takes as long as `1f1b` and holds at least as many microbatches."""
 CONTEXT_KINDS = get_args(ContextParallel)
@@ -39,8 +42,12 @@ CONTEXT_KINDS = get_args(ContextParallel)
 RECOMPUTE_MODES = ("none", "selective", "full")
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 """Stages per rank that are searched for looped schedules."""
+TOKEN_DISPATCHERS = get_args(TokenDispatcher)
+"""How tokens reach the experts of other ranks."""
 DISPATCH_CHUNKS = (1, 2, 4)
 """Parts of a layer's tokens that are searched: of more, each is too short for its matmuls."""
+DISPATCHES = (*(TokenDispatch(chunks=chunks) for chunks in DISPATCH_CHUNKS), TokenDispatch(deduplicated=True))
+"""Both together: tokens that are sent once go all at once."""
 
 
 class PlanRequestError(ValueError):
@@ -105,10 +112,12 @@ def parse_constraints(fix: str = "", without: str = "", option: str = "--fix") -
             excluded["context"] = excluded.get("context", frozenset()) | {word}
         elif word in RECOMPUTE_MODES:
             excluded["recompute"] = excluded.get("recompute", frozenset()) | {word}
+        elif word in TOKEN_DISPATCHERS:
+            excluded["dispatcher"] = excluded.get("dispatcher", frozenset()) | {word}
         else:
-            known = [*DENSE_AXES, "ep", *CONTEXT_KINDS, *SEARCHED_SCHEDULES, *RECOMPUTE_MODES]
+            known = [*DENSE_AXES, "ep", *CONTEXT_KINDS, *SEARCHED_SCHEDULES, *RECOMPUTE_MODES, *TOKEN_DISPATCHERS]
             raise PlanRequestError(
-                f'--exclude: "{word}" is neither an axis, a kind of `cp`, a schedule nor a recompute: '
+                f'--exclude: "{word}" is neither an axis, a kind of `cp`, a schedule, a recompute nor a dispatcher: '
                 f"{suggest_name(word, known)}"
             )
     return SearchConstraints(fixed, excluded)
@@ -122,6 +131,7 @@ _NAMED = {
     "reshard": _BOOLEAN,
     "regather": _BOOLEAN,
     "compile": _BOOLEAN,
+    "dispatcher": TOKEN_DISPATCHERS,
 }
 """Knobs whose values are names."""
 _NUMBERED = {"virtual": (1, *STAGES_PER_RANK), "chunks": DISPATCH_CHUNKS}

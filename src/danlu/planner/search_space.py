@@ -10,7 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from danlu.planner.request import DISPATCH_CHUNKS, RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
+from danlu.cost.software import ALL_AT_ONCE, TokenDispatch, token_dispatch
+from danlu.planner.request import DISPATCHES, RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
 from danlu.spec.divisors import divisors
 from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import (
@@ -66,11 +67,9 @@ class ScheduleKnobs(NamedTuple):
     """Of layers without recompute; only with tensor parallelism."""
     compile: bool = False
     """Every block; searched only if it is asked for."""
-    deduplicated: bool = False
-    """`token_dispatcher` is deduplicated; not searched."""
     loss_chunks: int = 1
     """Not searched."""
-    dispatch_chunks: int = 1
+    dispatch: TokenDispatch = ALL_AT_ONCE
     """Only with expert parallelism; the search chooses it together with the placement on the network."""
 
 
@@ -112,19 +111,23 @@ class Candidate(NamedTuple):
             recompute=schedule.recompute,
             regather_inputs=schedule.regather_inputs,
             compile=schedule.compile,
-            token_dispatcher="deduplicated" if schedule.deduplicated else "alltoall",
+            token_dispatcher=schedule.dispatch.dispatcher,
             reshard_after_forward=None if data.reshard_after_forward == usual else data.reshard_after_forward,
             reduce_gradients="step" if data.reduces_once_per_step else None,
             shard_optimizer_over_replicas=data.optimizer_over_replicas,
             loss_chunks=schedule.loss_chunks,
-            dispatch_chunks=schedule.dispatch_chunks,
+            dispatch_chunks=schedule.dispatch.chunks,
         )
 
 
-def dispatch_choices(request: PlanRequest, ep: int) -> tuple[int, ...]:
-    """In how many parts tokens may go through the experts of `ep` ranks."""
-    allowed = (chunks for chunks in DISPATCH_CHUNKS if request.constraints.allows("chunks", chunks))
-    return tuple(chunks for chunks in allowed if ep > 1 or chunks == 1)
+def dispatch_choices(request: PlanRequest, ep: int) -> tuple[TokenDispatch, ...]:
+    """How tokens may reach the experts of `ep` ranks."""
+    allows = request.constraints.allows
+    return tuple(
+        dispatch
+        for dispatch in (DISPATCHES if ep > 1 else (ALL_AT_ONCE,))
+        if allows("dispatcher", dispatch.dispatcher) and allows("chunks", dispatch.chunks)
+    )
 
 
 def context_kind(ring: bool) -> ContextParallel:
@@ -144,9 +147,8 @@ def candidate_from_plan(plan: Plan) -> Candidate:
         tuple(pipeline.layers),
         plan.regather_inputs,
         plan.compile,
-        plan.token_dispatcher == "deduplicated",
         plan.loss_chunks,
-        plan.dispatch_chunks,
+        token_dispatch(plan),
     )
     data = DataKnobs(
         degrees.replicate,
@@ -291,9 +293,9 @@ class SearchSpace:
                     yield from self.with_dispatch(Candidate(shape, schedule, data))
 
     def with_dispatch(self, candidate: Candidate) -> Iterator[Candidate]:
-        """A layout with every number of parts in which its tokens may go through experts of other ranks."""
-        for chunks in self._dispatch_choices(candidate.shape.ep):
-            yield candidate._replace(schedule=candidate.schedule._replace(dispatch_chunks=chunks))
+        """A layout with every way in which its tokens may reach the experts of other ranks."""
+        for dispatch in self._dispatch_choices(candidate.shape.ep):
+            yield candidate._replace(schedule=candidate.schedule._replace(dispatch=dispatch))
 
     def most_sharded(self, shape: ShapeKnobs, schedule: ScheduleKnobs) -> list[Candidate]:
         """The layouts of a shape and schedule that shard states most: one of them takes the least memory."""

@@ -115,7 +115,7 @@ def verify_layout(priced: PricedPlan, run: DryRun) -> LayoutVerification:
         )
         for pp_rank in sorted(by_pp_rank)
     )
-    counts = pricer.counts(candidate, worst)
+    counts = pricer.counts(candidate, priced.placement, worst)
     compiled = pricer.memory_by_pp_rank(priced.candidate)[worst].allocated / memories[worst].allocated
     return LayoutVerification(
         priced_plan=priced,

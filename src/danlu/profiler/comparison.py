@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from danlu.cost import StepPrediction, predict
+from danlu.cost.software import token_dispatch
 from danlu.planner.explain import PART_LABELS
 from danlu.planner.pricing import software_for
 from danlu.planner.request import PlanRequest
@@ -62,8 +63,7 @@ def predict_step(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> StepPre
         plan.recompute,
         regather_inputs=plan.regather_inputs,
         compiled=plan.compile,
-        deduplicated=plan.token_dispatcher == "deduplicated",
-        dispatch_chunks=plan.dispatch_chunks,
+        dispatch=token_dispatch(plan),
     )
     return predict(recipe.model, plan, recipe.batch, cluster, software, request.dtype)
 

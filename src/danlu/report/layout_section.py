@@ -2,6 +2,7 @@
 
 from html import escape
 
+from danlu.cost.software import token_dispatch
 from danlu.report import layout_svg
 from danlu.spec import Cluster, Model, Plan, Recipe
 from danlu.spec.plan import Axis
@@ -66,9 +67,7 @@ def _token_dispatch(plan: Plan) -> str:
     """How tokens reach the experts of other ranks."""
     if plan.degrees.ep == 1:
         return "none are sent"
-    if plan.token_dispatcher == "deduplicated":
-        return "once to every part of the network"
-    return f"in {plan.dispatch_chunks} parts" if plan.dispatch_chunks > 1 else "all at once"
+    return token_dispatch(plan).words
 
 
 def _mesh(plan: Plan, cluster: Cluster | None) -> str:

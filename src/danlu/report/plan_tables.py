@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from danlu.cost.software import ALL_AT_ONCE
 from danlu.planner.explain import COMMUNICATION_PARTS, PART_LABELS, LevelCost, Rejection, bottleneck
 from danlu.planner.goodput import Goodput
 from danlu.planner.pricing import PricedPlan
@@ -47,13 +48,13 @@ def plan_with_prediction(priced: PricedPlan, goodput: Goodput | None) -> Plan:
 
 
 def degrees_text(priced: PricedPlan) -> str:
-    """Degrees above 1 in one line, which `cp` is a ring, and parts of the tokens of `ep`, which comes last."""
+    """Degrees above 1 in one line, which `cp` is a ring, and how tokens reach the experts of `ep`, which comes last."""
     degrees = priced.candidate.degrees
     shown = [f"{axis} {getattr(degrees, axis)}" for axis in (*DENSE_AXES, "ep") if getattr(degrees, axis) > 1]
     text = " × ".join(shown) or "1 rank"
     text = text.replace("cp ", "ring cp ") if priced.candidate.shape.ring else text
-    chunks = priced.candidate.schedule.dispatch_chunks
-    return f"{text} in {chunks} parts" if chunks > 1 else text
+    dispatch = priced.candidate.schedule.dispatch
+    return f"{text} {dispatch.words}" if dispatch != ALL_AT_ONCE else text
 
 
 def schedule_text(priced: PricedPlan) -> str:
