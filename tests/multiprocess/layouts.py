@@ -142,6 +142,10 @@ def _layouts() -> list[Layout]:
     moe("ep 4 over two levels, deduplicated", shard=4, ep=4, mapping={"ep": {"node": 2, "fabric": 2}}, **once)
     moe("ep 4 over tp, deduplicated, recompute full", shard=2, tp=2, ep=4, recompute="full", **once)
     moe("1f1b × hsdp × ep, deduplicated", pp=2, replicate=2, shard=2, ep=2, microbatches=4, **once)
+    moe("ep, deduplicated, compiled", shard=2, ep=2, compile=True, **once)
+    moe("ep over cp × tp, deduplicated, selective", cp=2, tp=2, ep=4, recompute="selective", **once)
+    moe("zbv × ep, deduplicated", pp=2, shard=2, ep=2, microbatches=4, schedule="zbv", per_rank=2, **once)
+    moe("ep, deduplicated, balanced exactly", {"balance": "exact"}, shard=2, ep=2, **once)
     moe("ep, in 2 parts", shard=2, ep=2, dispatch_chunks=2)
     moe("fsdp × ep, in 3 parts", shard=4, ep=2, dispatch_chunks=3)
     moe("ep over cp × tp, in 4 parts, recompute full", cp=2, tp=2, ep=4, recompute="full", dispatch_chunks=4)
@@ -163,6 +167,7 @@ def _layouts() -> list[Layout]:
     latent("accumulate 4", microbatches=4)
     latent("ep over tp", tp=2, ep=2)
     latent("fsdp × tp × ep 4", shard=2, tp=2, ep=4)
+    latent("fsdp × tp × ep 4, deduplicated", shard=2, tp=2, ep=4, **once)
     latent("cp × ep", cp=2, shard=2, ep=2)
     latent("1f1b × ep", pp=2, shard=2, ep=2, microbatches=4)
     latent("hsdp × cp × ep 4, selective", replicate=2, shard=2, cp=2, ep=4, recompute="selective")
@@ -436,6 +441,8 @@ FP8_MOE_LAYOUTS = [
     for matmul, name, model, layout in (
         ("fp8", "moe ep", "tiny-moe", _plan(shard=2, ep=2)),
         ("fp8", "moe ep over tp, recompute selective", "tiny-moe", _plan(tp=2, ep=2, recompute="selective")),
+        ("fp8", "moe ep, deduplicated", "tiny-moe", _plan(shard=2, ep=2, token_dispatcher="deduplicated")),
+        ("fp8", "moe ep, in 2 parts", "tiny-moe", _plan(shard=2, ep=2, dispatch_chunks=2)),
         ("fp8", "mla ep over tp", "tiny-mla", _plan(tp=2, ep=2)),
         ("mxfp8", "moe ep", "tiny-moe", _plan(shard=2, ep=2)),
     )
