@@ -50,7 +50,7 @@ def test_a_degree_that_the_model_refuses_is_refused_as_check_does(tmp_path: Path
         ("chunks=3", "chunks=3: must be a number that is searched: 1, 2, 4"),
         ("chunks=4", "`dispatch_chunks` is 4, but `degrees.ep` is 1, so tokens stay where they are"),
         ("dispatcher=deduplicated", "`token_dispatcher` is deduplicated, but `degrees.ep` is 1, so tokens stay"),
-        ("dispatcher=once", "dispatcher=once: must be alltoall or deduplicated"),
+        ("dispatcher=once", "dispatcher=once is unknown: one of: alltoall, deduplicated"),
         ("microbatches=7", "`microbatches` is 7, but must divide the sequences of a rank"),
         ("microbatch=3", "microbatch = 3 does not divide the 2,048 sequences of a rank (`batch.sequences`"),
         ("microbatch=2,microbatches=8,pp=1,tp=8,cp=1", "makes 128 microbatches of the 256 sequences of a rank, but"),

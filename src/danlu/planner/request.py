@@ -146,7 +146,7 @@ def _values(option: str, knob: str, text: str) -> frozenset[str]:
         if not word:
             raise PlanRequestError(f"{option}: {knob} has no value: write {knob}={example}")
         if knob in _NAMED and word not in _NAMED[knob]:
-            raise PlanRequestError(f"{option}: {knob}={word}: must be {example}: {suggest_name(word, [*_NAMED[knob]])}")
+            raise PlanRequestError(f"{option}: {knob}={word} is unknown: {suggest_name(word, [*_NAMED[knob]])}")
         if knob not in _NAMED and not (word.isdecimal() and int(word)):
             raise PlanRequestError(f"{option}: {knob}={word}: must be an integer of 1 or more: write {knob}=N")
         if knob in _NUMBERED and int(word) not in _NUMBERED[knob]:
