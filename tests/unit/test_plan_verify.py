@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_questions import question
+from made_questions import EXPERTS, machine, question
 from typer.testing import CliRunner
 
 from danlu.cli.app import app
@@ -51,6 +51,19 @@ def test_figures_stand_side_by_side(found: tuple[LayoutVerification, DryRun]) ->
     assert figures["FLOPs of the step"].dry_run == {t.place["pp"]: t.flops for t in run.traces}[one.pp_rank]
     assert not one.is_refused
     assert one.verdict.startswith("accepted")
+
+
+def test_what_is_sent_once_is_compared_over_all_its_levels() -> None:
+    """Also where `ep` is all ranks, which share no group then."""
+    fix = "shard=8,ep=8,dispatcher=deduplicated,recompute=none"
+    asked = question(EXPERTS, chips=8, cluster=machine(nodes=2), sequences=8, fix=fix)
+    choice = search(asked, shown=1).best[0]
+    assert dict(choice.placement.group_shapes)["ep"] == (4, 2)
+    run = dry_run_ranks(asked.recipe, choice.plan, asked.cluster, [0])
+    sent = {line.figure: line for line in verify_layout(choice, run).figures if line.figure.startswith("sent")}
+    assert [name.split(" (")[0] for name in sorted(sent)] == ["sent along ep", "sent along shard"]
+    for line in sent.values():
+        assert line.ratio == pytest.approx(1.0, abs=0.01), line
 
 
 def test_what_the_program_does_not_bear_out_is_refused(found: tuple[LayoutVerification, DryRun]) -> None:

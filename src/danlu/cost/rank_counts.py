@@ -118,7 +118,7 @@ class RankCounter(LayoutShapes):
             return 0.0
         rows = float(self.shard.routed_rows)
         if self.software.dispatch.deduplicated:
-            per_token = sum(rows for _, rows in dispatch_rows(self.local.ep_group, self.shape.top_k))
+            per_token = sum(sent for _, sent in dispatch_rows(self.local.ep_group, self.shape.top_k))
             rows *= per_token / self.shape.top_k
         both_ways = 2 * self.software.activation_bytes * self.shape.width * rows
         return sum(self.layout.microbatches * n * both_ways * _passes(kind) for kind, n in contents.runs if kind.moe)

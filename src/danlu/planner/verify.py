@@ -149,9 +149,14 @@ def _bytes(memory: MemoryEstimate, trace: Trace) -> list[FigureComparison]:
 
 
 def _along_all(priced: PricedPlan, formula: dict[str, float]) -> tuple[str, ...]:
-    """Axes whose groups are all ranks: the dry run calls all of them `world`."""
+    """Axes whose groups are all ranks: the dry run calls all of them `world`.
+
+    Tokens that are sent once go through a group for every level, of which none is all ranks if there are several.
+    """
     degrees = priced.candidate.degrees
     ranks = {axis: getattr(degrees, axis) for axis in formula} | {"shard": degrees.shard * degrees.cp}
+    if priced.candidate.schedule.dispatch.deduplicated:
+        ranks["ep"] = max(dict(priced.placement.group_shapes)["ep"])
     return tuple(axis for axis in formula if ranks[axis] == degrees.world)
 
 
