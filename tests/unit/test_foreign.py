@@ -188,6 +188,18 @@ def test_a_data_file_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
         open_dcp(tmp_path)
 
 
+def test_members_of_an_enum_are_read_as_any_python_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.11.0 to 3.11.3, Debian 12's among them, write `getattr(class, name)`; nothing of it is called."""
+    from torch.distributed.checkpoint import metadata as m
+
+    monkeypatch.setattr(m._MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    written = dcp_metadata("x.distcp")
+    assert b"getattr" in written
+    (tmp_path / ".metadata").write_bytes(written)
+    (tensor,) = open_dcp(tmp_path).tensors
+    assert tensor.name == "w" and tensor.shape == (3,)
+
+
 def test_a_transformed_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(dcp_metadata("x.distcp", transform_descriptors=["zstd"]))
     with pytest.raises(CheckpointImportError, match="has transforms"):

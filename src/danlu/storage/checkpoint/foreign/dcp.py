@@ -42,6 +42,7 @@ _ALLOWED_GLOBALS: Mapping[str, frozenset[str]] = {
     "torch": frozenset({*DTYPE_OF_TORCH_NAME, "Size", "device"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "collections": frozenset({"OrderedDict"}),
+    "builtins": frozenset({"getattr"}),  # Python 3.11.0 to 3.11.3 writes a member of an Enum as getattr(class, name)
     "pathlib": frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"}),
     "pathlib._local": frozenset({"PosixPath", "WindowsPath"}),
 }  # fmt: skip
