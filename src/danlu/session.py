@@ -160,7 +160,7 @@ class Session:
         events = RankEvents(mesh.rank)  # they wait for `started`, which has the step that is found here
         for fallback in mesh.world.fallbacks:
             events.warn(fallback)
-        experts = mesh.ep_mesh.get_group() if mesh.ep_mesh and mesh.rank == 0 else None
+        experts = mesh.chunked_group if mesh.rank == 0 else None
         if experts and (warning := why_nothing_is_hidden(experts, mesh.plan.dispatch_chunks)):
             events.warn(warning)
         manager = CheckpointManager(self._open_checkpoints(), recipe.checkpoint, mesh.rank, events)

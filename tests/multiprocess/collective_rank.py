@@ -40,7 +40,8 @@ from danlu.comm.rendezvous import RankInfo, rendezvous
 from danlu.comm.world import World
 from danlu.framework.decoder.attention import CoreAttention
 from danlu.framework.decoder.moe import Experts, LocalDispatcher, Router, through_experts
-from danlu.parallel.chunked_dispatch import ChunkedDispatcher, _Transfer
+from danlu.parallel.chunk_transfer import ChunkTransfer
+from danlu.parallel.chunked_dispatch import ChunkedDispatcher
 from danlu.parallel.context import UlyssesAttention
 from danlu.parallel.deduplicated_dispatch import DeduplicatedDispatcher
 from danlu.parallel.expert import AllToAllDispatcher
@@ -147,6 +148,7 @@ def tokens_sent_once(folder: Path) -> None:
     world = World.adopt()
     levels = partial(world.level_groups, range(4), (2, 2))
     _tokens_through(lambda number: DeduplicatedDispatcher(levels(f"case {number}"), 8))
+    _tokens_through(lambda number: DeduplicatedDispatcher(levels(f"chunked {number}"), 8, chunks=(2, 3, 4, 2)[number]))
 
 
 def tokens_sent_in_parts(folder: Path) -> None:
@@ -157,9 +159,9 @@ def tokens_sent_in_parts(folder: Path) -> None:
 def parts_are_computed_while_others_are_under_way(folder: Path) -> None:
     """When a part is computed, the next one has been sent, and so have the answers to the one before."""
     sent: list[int] = []
-    begun, seen = _Transfer.begin, []
+    begun, seen = ChunkTransfer.begin, []
 
-    def begin(transfer: _Transfer, chunk: int, x: Tensor) -> None:
+    def begin(transfer: ChunkTransfer, chunk: int, x: Tensor) -> None:
         sent.append(chunk)
         begun(transfer, chunk, x)
 
@@ -170,14 +172,14 @@ def parts_are_computed_while_others_are_under_way(folder: Path) -> None:
         x_ND.register_hook(lambda _: seen.append(tuple(sent)))  # after this part's backward pass
         return x_ND * 2
 
-    _Transfer.begin = begin  # type: ignore[method-assign]
+    ChunkTransfer.begin = begin  # type: ignore[method-assign]
     x = normal(6, 4).requires_grad_()
     found = ChunkedDispatcher(world_group(), 4, 3)(x, torch.arange(6).view(6, 1) % 4, torch.ones(6, 1), compute)
     assert seen == [(0, 1), (0, 1, 0, 2), (0, 1, 0, 2, 1)], "there: 0, 1, 2; back: 0, 1, 2"
     seen.clear(), sent.clear()
     found.sum().backward()
     assert seen == [(2, 1), (2, 1, 2, 0), (2, 1, 2, 0, 1)], "the same from the last"
-    _Transfer.begin = begun  # type: ignore[method-assign]
+    ChunkTransfer.begin = begun  # type: ignore[method-assign]
     close(x.grad, torch.full_like(x, 2))
 
 

@@ -142,6 +142,13 @@ def _layouts() -> list[Layout]:
     moe("ep 4 over two levels, deduplicated", shard=4, ep=4, mapping={"ep": {"node": 2, "fabric": 2}}, **once)
     moe("ep 4 over tp, deduplicated, recompute full", shard=2, tp=2, ep=4, recompute="full", **once)
     moe("1f1b × hsdp × ep, deduplicated", pp=2, replicate=2, shard=2, ep=2, microbatches=4, **once)
+    moe("ep, deduplicated, in 2 parts", shard=2, ep=2, dispatch_chunks=2, **once)
+    moe("ep 4 over two levels, deduplicated, in 3 parts", shard=4, ep=4, mapping={"ep": {"node": 2, "fabric": 2}},
+        dispatch_chunks=3, **once)  # fmt: skip
+    moe("zero-bubble × ep 4 over tp, deduplicated, in 2 parts", pp=2, shard=2, tp=2, ep=4, microbatches=4,
+        schedule="zero-bubble", per_rank=2, dispatch_chunks=2, **once)  # fmt: skip
+    moe("1f1b × hsdp × ep, deduplicated, in 4 parts, recompute full", pp=2, replicate=2, shard=2, ep=2, microbatches=4,
+        recompute="full", dispatch_chunks=4, **once)  # fmt: skip
     moe("ep, deduplicated, compiled", shard=2, ep=2, compile=True, **once)
     moe("ep over cp × tp, deduplicated, selective", cp=2, tp=2, ep=4, recompute="selective", **once)
     moe("zbv × ep, deduplicated", pp=2, shard=2, ep=2, microbatches=4, schedule="zbv", per_rank=2, **once)

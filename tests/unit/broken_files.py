@@ -184,9 +184,6 @@ CONTRADICTIONS = {
     "length-by-ring-cp-and-tp": _plan("cp = 2\ntp = 4", RING, recipe=RECIPE.replace("length = 64", "length = 68")),
     "ring-without-cp": _plan("tp = 2", RING),
     "parts-without-ep": _plan("tp = 2", "dispatch_chunks = 2", recipe=EXPERTS),
-    "parts-of-deduplicated-tokens": _plan(
-        "shard = 2\nep = 2", 'dispatch_chunks = 2\ntoken_dispatcher = "deduplicated"', recipe=EXPERTS
-    ),
     "deduplicated-without-ep": _plan("tp = 2", 'token_dispatcher = "deduplicated"', recipe=EXPERTS),
     "ring-of-windows": _plan("cp = 2", RING, RECIPE.replace("\nheads = ", "\nwindow = 16\nheads = ")),
     "sequences-by-data": _plan("replicate = 2\nshard = 3"),

@@ -10,7 +10,7 @@ from danlu.cost.collectives import (
     all_to_all_time,
     build_network,
     dedup_dispatch_time,
-    level_dispatch_time,
+    level_dispatch_times,
     p2p_time,
     reduce_scatter_time,
     wire_bytes,
@@ -75,15 +75,15 @@ def test_a_token_pays_for_the_levels_that_its_group_spans() -> None:
 
 def test_level_by_level_a_token_crosses_each_level_once_for_every_unit_that_needs_it() -> None:
     """With more experts than units all are needed: a copy to each of 8 nodes, and there to each of 8 chips."""
-    everywhere = level_dispatch_time(TWO, (8, 8), 1.0, GIGA, 10**6)
-    across, inside = 7 * GIGA / TWO.links[1].bandwidth, 8 * 7 * GIGA / TWO.links[0].bandwidth
-    assert everywhere == pytest.approx(across + inside, rel=0.01)
-    one = level_dispatch_time(TWO, (8, 8), 1.0, GIGA, 1)  # one expert: one copy, 7 of 8 times to another node
-    assert one == pytest.approx(7 / 8 * GIGA * (1 / TWO.links[1].bandwidth + 1 / TWO.links[0].bandwidth), rel=0.01)
-    assert level_dispatch_time(TWO, (8, 1), 1.0, GIGA, 1) == pytest.approx(
-        7 / 8 * GIGA / TWO.links[0].bandwidth, rel=0.01
-    )
-    assert level_dispatch_time(TWO, (1, 1), 1.0, GIGA, 8) == 0.0
+    across, inside = level_dispatch_times(TWO, (8, 8), 1.0, GIGA, 10**6)
+    assert across == pytest.approx(7 * GIGA / TWO.links[1].bandwidth, rel=0.01)
+    assert inside == pytest.approx(8 * 7 * GIGA / TWO.links[0].bandwidth, rel=0.01)
+    one = level_dispatch_times(TWO, (8, 8), 1.0, GIGA, 1)  # one expert: one copy, 7 of 8 times to another node
+    for seconds, link in zip(one, reversed(TWO.links), strict=True):
+        assert seconds == pytest.approx(7 / 8 * GIGA / link.bandwidth, rel=0.01)
+    node = level_dispatch_times(TWO, (8, 1), 1.0, GIGA, 1)
+    assert node == (pytest.approx(7 / 8 * GIGA / TWO.links[0].bandwidth, rel=0.01), 0.0)
+    assert level_dispatch_times(TWO, (1, 1), 1.0, GIGA, 8) == (0.0, 0.0)
 
 
 def test_a_group_may_drive_one_adapter_only() -> None:

@@ -103,6 +103,7 @@ EXPERTS = {
     ),
     "ep × tp, regathered": (plan(shard=4, tp=4, ep=4, regather_inputs=True), 8),
     "ep, deduplicated": (plan(shard=8, ep=8, token_dispatcher="deduplicated"), 8),
+    "ep, deduplicated, in 4 parts": (plan(shard=8, ep=8, token_dispatcher="deduplicated", dispatch_chunks=4), 8),
     "hsdp × ep over two levels, deduplicated": (
         plan(replicate=2, shard=16, ep=8, token_dispatcher="deduplicated", mapping={"ep": {"node": 4, "pod": 2}}),
         32,

@@ -108,6 +108,28 @@ def test_parts_hide_all_ways_but_two() -> None:
     assert 0.25 + 0.75 * contention <= quarters / whole < 0.55
 
 
+def test_parts_of_tokens_that_are_sent_once_hide_the_outermost_level_alone() -> None:
+    """Over four nodes of two ranks each: what is sent inside a node is waited for, whatever the parts."""
+    groups = (("ep", (2, 4, 1)), ("expert_shard", (4, 1, 1)))
+    layout = ParallelLayout(shard=32, ep=8, microbatches=8, reshard_after_forward=True, group_shapes=groups)
+
+    def expert_seconds(chunks: int, free: int | None = None) -> float:
+        predictor = Predictor(MIXTRAL, BATCH, POD, replace(DANLU, dispatch=TokenDispatch(True, chunks)))
+        network = predictor.context.network
+        links = [
+            replace(link, bandwidth=inf, latency=0.0) if free == i else link for i, link in enumerate(network.links)
+        ]
+        return (
+            predictor.on(replace(network, links=tuple(links), collective_latency=0.0)).predict(layout).parts["expert"]
+        )
+
+    inside, across = expert_seconds(1, free=1), expert_seconds(1, free=0)
+    assert expert_seconds(1) == pytest.approx(inside + across)
+    hidden = across - expert_seconds(4, free=0)
+    assert 0.4 * across < hidden < 0.75 * across
+    assert expert_seconds(4) == pytest.approx(inside + across - hidden, rel=0.02), "and latencies of more sends"
+
+
 def test_a_plan_is_laid_out_as_it_says() -> None:
     plan = Plan(
         degrees=Degrees(pp=4, replicate=2, shard=4, tp=8),

@@ -115,6 +115,17 @@ def test_parts_of_tokens_are_sent_one_by_one_and_parameters_gathered_once() -> N
     assert calls(parts, "all_to_all")["float32", payload // 4] == 4 * sends
 
 
+def test_parts_of_tokens_that_are_sent_once_are_sent_one_by_one() -> None:
+    def rows(chunks: int) -> dict[int, int]:
+        plan = Plan(degrees=Degrees(shard=64, ep=8), token_dispatcher="deduplicated", dispatch_chunks=chunks)
+        trace = dry_run_rank(recipe("tiny-moe"), plan, None, rank=63)
+        sent = (call for call in trace.collectives if call.operation == "all_to_all" and call.dtype == "float32")
+        return {call.payload: call.count for call in sent}
+
+    whole, parts = rows(1), rows(4)
+    assert {payload // 4: 4 * count for payload, count in whole.items()} == parts
+
+
 @pytest.mark.full
 def test_exact_balance_gathers_the_scores_of_a_sequence_that_ranks_share() -> None:
     plain = recipe("tiny-moe")

@@ -6,6 +6,7 @@ import pytest
 from made_questions import DENSE, EXPERTS, machine, question
 
 from danlu.cost import predict
+from danlu.cost.software import TokenDispatch
 from danlu.planner import PlanRequest, price_plan
 from danlu.planner.missing import MissingFeature, missing_features
 from danlu.planner.pricing import software_for
@@ -13,7 +14,7 @@ from danlu.spec.load import load_cluster
 from danlu.spec.plan import Degrees, Plan
 
 EVERYWHERE = {"compiled blocks", "fp8 matmuls", "activation offload"}
-DISPATCH = {"overlapped expert dispatch"}
+DISPATCH = {"overlapped expert dispatch", "tokens sent once, in parts"}
 BY_LAYOUT: dict[str, tuple[PlanRequest, Plan, set[str]]] = {
     "sharded": (question(chips=8, cluster=machine(nodes=2)), Plan(degrees=Degrees(shard=8)), set()),
     "cp": (question(chips=8), Plan(degrees=Degrees(shard=4, cp=2)), set()),
@@ -47,9 +48,10 @@ def test_what_a_layout_could_use_is_listed_with_a_reason(name: str) -> None:
         ("sharded", "compiled blocks", {"eager": False}),
         ("tp", "asynchronous tensor parallelism", {"overlap_tp_comm": True}),
         ("experts", "overlapped expert dispatch", {"overlap_ep_comm": True}),
+        ("experts", "tokens sent once, in parts", {"dispatch": TokenDispatch(deduplicated=True, chunks=2)}),
     ],
 )
-def test_a_gain_is_the_difference_of_two_predictions(name: str, feature: str, traits: dict[str, bool]) -> None:
+def test_a_gain_is_the_difference_of_two_predictions(name: str, feature: str, traits: dict[str, object]) -> None:
     """Of the same plan, by the cost model alone."""
     asked, plan, _ = BY_LAYOUT[name]
     software = software_for(asked, plan.recompute)

@@ -77,6 +77,13 @@ class ParallelMesh:
         """This rank's group along one or several dense axes (one of `GROUP_AXES`); None for a group of one."""
         return self.groups[axes]
 
+    @property
+    def chunked_group(self) -> ProcessGroup | None:
+        """Over which the tokens of `ep` are under way, if they go in chunks: of levels, the outermost."""
+        if self.ep_levels is not None:
+            return self.ep_levels.levels[-1].group
+        return self.ep_mesh.get_group() if self.ep_mesh else None
+
     def any_of_sequence(self, flag: bool) -> bool:
         """Whether the flag is set on any rank that holds shards of the same sequences."""
         raised = torch.tensor(int(flag), device=self.device)

@@ -216,20 +216,23 @@ def dedup_dispatch_time(network: Network, span: GroupShape, token: float, tokens
     return network.collective_latency + latency + max(outside, inside)
 
 
-def level_dispatch_time(network: Network, span: GroupShape, token: float, tokens: float, top_k: int) -> float:
+def level_dispatch_times(
+    network: Network, span: GroupShape, token: float, tokens: float, top_k: int
+) -> tuple[float, float]:
     """Seconds to send every token once to each unit of a level that one of its `top_k` experts lies in, level by level.
 
-    From the outermost inwards, each after the one outside it; experts are drawn at random.
+    Over the outermost level, and over those inside it, each after the one outside it; experts are drawn at random. On a
+    network for lower bounds all is said to be of the outermost, which hides best.
     """
-    seconds = 0.0
+    seconds = []
     for level, rows in dispatch_rows(span, top_k):
         units, link, held = span[level], network.links[level], rows * tokens * token
         if link.dispatch_bounds:
-            return min(start + per_byte * tokens * token for start, per_byte in link.dispatch_bounds)
+            return min(start + per_byte * tokens * token for start, per_byte in link.dispatch_bounds), 0.0
         known = link.measured.seconds("all_to_all", units, held) if link.measured else None
         direct = network.collective_latency + (units - 1) * (link.latency + held / units / link.bandwidth)
-        seconds += direct if known is None else known
-    return seconds
+        seconds.append(direct if known is None else known)
+    return sum(seconds[:1]), sum(seconds[1:])
 
 
 def dispatch_rows(span: GroupShape, top_k: int) -> Iterator[tuple[int, float]]:

@@ -18,7 +18,7 @@ from danlu.cost.collectives import (
     all_to_all_time,
     dedup_dispatch_time,
     dispatch_rows,
-    level_dispatch_time,
+    level_dispatch_times,
     reduce_scatter_time,
     ring_turn_time,
 )
@@ -174,13 +174,13 @@ class _LayerTimer:
     ) -> tuple[PassTime, PassTime, float]:
         """The passes with experts that tokens reach in one way; and seconds for gradients of weights."""
         there, inputs, weights = self._matmul_times(dispatch.chunks)
-        once, back = self._dispatch_time(dispatch), inputs + weights
+        back = inputs + weights
         if dispatch.deduplicated:
             copied = self._copied_times()
             forward = forward._replace(elementwise=forward.elementwise + copied[0])
             backward = backward._replace(elementwise=backward.elementwise + copied[1])
-        sent = self._expert(dispatch.chunks, once, forward.compute + there, there)
-        returned = self._expert(dispatch.chunks, once, backward.compute + back, back)
+        sent = self._expert(dispatch, forward.compute + there, there)
+        returned = self._expert(dispatch, backward.compute + back, back)
         return (
             forward._replace(linear=forward.linear + there, expert=sent),
             backward._replace(linear=backward.linear + back, expert=returned),
@@ -355,15 +355,19 @@ class _LayerTimer:
                 total += self.device.measured.seconds("copy", elements)
         return total
 
-    def _dispatch_time(self, dispatch: TokenDispatch) -> float:
-        """Seconds in which the tokens, or one part of them, are sent one way."""
+    def _dispatch_times(self, dispatch: TokenDispatch) -> tuple[float, float]:
+        """Seconds in which the tokens, or one part of them, are sent one way.
+
+        On what another part may be under way meanwhile, and over levels inside it, which a part passes when it is next.
+        """
         shape, shard, software, width = self.shape, self.shard, self.software, self.device.element_bytes
-        if software.dedup_dispatch or dispatch.deduplicated:
-            tokens = shard.tokens / shard.tp * software.expert_imbalance
-            dispatch_time = level_dispatch_time if dispatch.deduplicated else dedup_dispatch_time
-            return dispatch_time(self.network, self.local.ep_group, width * shape.width, tokens, shape.top_k)
-        held = width * experts.exchanged_elements(shard) / dispatch.chunks
-        return all_to_all_time(self.network, self.local.ep_group, held)
+        network, group = self.network, self.local.ep_group
+        tokens = shard.tokens / shard.tp * software.expert_imbalance / dispatch.chunks
+        if dispatch.deduplicated:
+            return level_dispatch_times(network, group, width * shape.width, tokens, shape.top_k)
+        if software.dedup_dispatch:
+            return dedup_dispatch_time(network, group, width * shape.width, tokens, shape.top_k), 0.0
+        return all_to_all_time(network, group, width * experts.exchanged_elements(shard) / dispatch.chunks), 0.0
 
     def _copied_times(self) -> tuple[float, float]:
         """Seconds, forward and backward, for which tokens sent once are copied longer than a copy for every expert is.
@@ -380,16 +384,18 @@ class _LayerTimer:
         moved = self.overheads.dispatch_bytes_moved * shard.routed_rows * width * self.device.element_bytes / 2
         return elementwise_time(self.device, more * moved, 0), elementwise_time(self.device, 1.5 * more * moved, 0)
 
-    def _expert(self, chunks: int, once: float, compute: float, routed: float) -> float:
-        """Exposed traffic of experts in one pass: dispatch and combine, each `once` for a part, less what is hidden.
+    def _expert(self, dispatch: TokenDispatch, compute: float, routed: float) -> float:
+        """Exposed traffic of experts in one pass: dispatch and combine of every part, less what is hidden.
 
         By `compute`, another microbatch's pass; or by the experts' own matmuls, which take `routed` seconds, if parts
         of the tokens are sent one after another.
         """
-        software = self.software
+        software, chunks = self.software, dispatch.chunks
+        once, inside = self._dispatch_times(dispatch)
         if chunks > 1:  # one way of the first part and one of the last; others while parts compute
             meanwhile = 2 * (chunks - 1) * once
-            return 2 * once + exposed_time(meanwhile, routed, self.overheads.contention)
+            return 2 * (once + chunks * inside) + exposed_time(meanwhile, routed, self.overheads.contention)
+        once += inside
         if software.expert_tp > 1:
             held = self.device.element_bytes * experts.exchanged_elements(self.shard)
             once += all_gather_time(self.network, self.local.etp_group, held * software.expert_tp)

@@ -46,7 +46,8 @@ class TokenDispatch(NamedTuple):
     deduplicated: bool = False
     """`token_dispatcher` is deduplicated: once to every unit of each level that needs a token, level by level."""
     chunks: int = 1
-    """`dispatch_chunks`: parts of the tokens that are sent one after another, each while the one before is computed."""
+    """`dispatch_chunks`: parts of the tokens that are sent one after another, each while the one before is computed;
+    of deduplicated ones over the outermost level."""
 
     @property
     def dispatcher(self) -> TokenDispatcher:
@@ -56,9 +57,10 @@ class TokenDispatch(NamedTuple):
     @property
     def words(self) -> str:
         """For tables."""
+        parts = f"in {self.chunks} parts" if self.chunks > 1 else ""
         if self.deduplicated:
-            return "deduplicated"
-        return f"in {self.chunks} parts" if self.chunks > 1 else "all at once"
+            return f"deduplicated, {parts}" if parts else "deduplicated"
+        return parts or "all at once"
 
 
 ALL_AT_ONCE = TokenDispatch()

@@ -6,10 +6,15 @@ by the router's weights, and returns one row. Of n parts, k experts drawn at ran
 trunk between two supernodes, 8 experts send a token to 2 instead of 8.
 
 Sums are taken part by part, in another order than in one sum over all experts: results differ in the last bits.
+
+In several chunks, what passes the outermost level hides behind the experts: while they, and the levels inside, have
+one chunk of the tokens, the next is on its way, and the answers to the one before are on theirs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +22,27 @@ from torch.distributed import ProcessGroup
 
 from danlu.comm.level_groups import LevelGroups
 from danlu.ops.operators.token_copies import balanced_counts
+from danlu.parallel.chunk_transfer import Transform, compute_in_turn, even_sizes
 from danlu.torch_compat import all_to_all_single, all_to_all_single_autograd, wait_tensor
 
 _NOT_HERE = -1
 """Instead of an expert that lies in another part of the network."""
+
+
+class _HandedOn(NamedTuple):
+    """What of some rows goes over one level: the rows themselves go by themselves."""
+
+    row_N: Tensor
+    """Which rows are sent, sorted by the unit that needs them."""
+    send: list[int]
+    """Rows to every unit."""
+    receive: list[int]
+    """Rows from every unit."""
+    chosen_MK: Tensor
+    """Of the rows that arrive, the experts that lie here."""
+    weights_MK: Tensor
+    draws: float
+    """How many those are, on average."""
 
 
 class DeduplicatedDispatcher(nn.Module):
@@ -32,29 +54,46 @@ class DeduplicatedDispatcher(nn.Module):
     takes_tokens = True
     """Is given tokens and weights, and returns sums, where other dispatchers pass on copies sorted by expert."""
 
-    def __init__(self, over: LevelGroups, experts: int) -> None:
+    def __init__(self, over: LevelGroups, experts: int, chunks: int = 1) -> None:
         """`over` are the levels of this rank's `ep` group; `experts` are those of all its ranks."""
         super().__init__()
-        self.over = over
+        self.over, self.chunks = over, chunks
         self.experts_held = experts // over.size
         self.assume_balanced = False
         """Take the load as even instead of reading it, since FakeTensors have no values."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes follow the router: every step would recompile
     def forward(
-        self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Callable[[Tensor, list[int]], Tensor]
+        self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Callable[[Tensor, Any], Tensor]
     ) -> Tensor:
-        """The sum, by their weights, of what its chosen experts make of every token."""
+        """The sum, by their weights, of what its chosen experts make of every token.
+
+        With several chunks the experts are called once, and hand back what transforms copies: FSDP gathers their
+        parameters once for all chunks.
+        """
+        if self.chunks > 1:
+            return experts(x_TD, partial(self._in_chunks, chosen_TK, weights_TK))
         return self._through_level(len(self.over.levels), x_TD, chosen_TK, weights_TK, chosen_TK.shape[1], experts)
 
+    def _in_chunks(self, chosen_TK: Tensor, weights_TK: Tensor, x_TD: Tensor, transform: Transform) -> Tensor:
+        """Send the tokens over the outermost level chunk by chunk, and through those inside it as they arrive."""
+        depth, sizes, top_k = len(self.over.levels), even_sizes(len(x_TD), self.chunks), chosen_TK.shape[1]
+        handed = [
+            self._hand_on(depth, chosen, weights, top_k)
+            for chosen, weights in zip(chosen_TK.split(sizes), weights_TK.split(sizes), strict=True)
+        ]
+        rows = [x[each.row_N] for x, each in zip(x_TD.split(sizes), handed, strict=True)]
+
+        def compute(chunk: int, x_MD: Tensor) -> Tensor:
+            here = handed[chunk]
+            return self._through_level(depth - 1, x_MD, here.chosen_MK, here.weights_MK, here.draws, transform)
+
+        send, receive = [each.send for each in handed], [each.receive for each in handed]
+        answers = compute_in_turn(self.over.levels[-1].group, send, receive, rows, compute)
+        return torch.cat([_summed(y, each.row_N, size) for y, each, size in zip(answers, handed, sizes, strict=True)])
+
     def _through_level(
-        self,
-        depth: int,
-        x_TD: Tensor,
-        chosen_TK: Tensor,
-        weights_TK: Tensor,
-        draws: float,
-        experts: Callable[[Tensor, list[int]], Tensor],
+        self, depth: int, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, draws: float, experts: Transform
     ) -> Tensor:
         """Send rows to the units of the `depth`-th level, counted from one, and those within it, and sum their answers.
 
@@ -62,28 +101,26 @@ class DeduplicatedDispatcher(nn.Module):
         """
         if depth == 0:
             return self._compute(x_TD, chosen_TK, weights_TK, draws, experts)
+        there, group = self._hand_on(depth, chosen_TK, weights_TK, draws), self.over.levels[depth - 1].group
+        x_MD = all_to_all_single_autograd(x_TD[there.row_N], there.receive, there.send, group)
+        y_MD = self._through_level(depth - 1, x_MD, there.chosen_MK, there.weights_MK, there.draws, experts)
+        return _summed(all_to_all_single_autograd(y_MD, there.send, there.receive, group), there.row_N, len(x_TD))
+
+    def _hand_on(self, depth: int, chosen_TK: Tensor, weights_TK: Tensor, draws: float) -> _HandedOn:
+        """Find the rows that every unit of a level needs, and tell it which experts they are for."""
         level = self.over.levels[depth - 1]
         stride = prod(inner.size for inner in self.over.levels[: depth - 1])
         unit_TK = chosen_TK // (self.experts_held * stride) % level.size
         unit_TK = torch.where(chosen_TK == _NOT_HERE, _NOT_HERE, unit_TK)
         hit = 1 - (1 - 1 / level.size) ** draws  # the chance that a unit is needed
         row_N, unit_N, send = self._rows_by_unit(unit_TK, level.size, hit)
-        receive = self._exchange_counts(send, level.group, x_TD.device)
-
-        def pass_on(tensor: Tensor) -> Tensor:
-            return all_to_all_single_autograd(tensor, receive, send, level.group)
-
+        receive = self._exchange_counts(send, level.group, chosen_TK.device)
         elsewhere_NK = unit_TK[row_N] != unit_N.unsqueeze(-1)
-        chosen_NK = all_to_all_single(chosen_TK[row_N].masked_fill(elsewhere_NK, _NOT_HERE), receive, send, level.group)
-        y_ND = self._through_level(
-            depth - 1,
-            pass_on(x_TD[row_N]),
-            wait_tensor(chosen_NK),
-            pass_on(weights_TK[row_N].masked_fill(elsewhere_NK, 0.0)),
-            draws / (level.size * hit),
-            experts,
-        )
-        return _summed(all_to_all_single_autograd(y_ND, send, receive, level.group), row_N, len(x_TD))
+        chosen_NK = chosen_TK[row_N].masked_fill(elsewhere_NK, _NOT_HERE)
+        weights_NK = weights_TK[row_N].masked_fill(elsewhere_NK, 0.0)
+        chosen_MK = all_to_all_single(chosen_NK, receive, send, level.group)
+        weights_MK = all_to_all_single_autograd(weights_NK, receive, send, level.group)
+        return _HandedOn(row_N, send, receive, wait_tensor(chosen_MK), weights_MK, draws / (level.size * hit))
 
     def _rows_by_unit(self, unit_TK: Tensor, units: int, hit: float) -> tuple[Tensor, Tensor, list[int]]:
         """The rows that every unit needs, sorted by unit; the unit of each; how many each needs."""
@@ -108,7 +145,7 @@ class DeduplicatedDispatcher(nn.Module):
         chosen_TK: Tensor,
         weights_TK: Tensor,
         draws: float,
-        experts: Callable[[Tensor, list[int]], Tensor],
+        experts: Transform,
     ) -> Tensor:
         """The sum of what this rank's experts make of rows that each need at least one of them."""
         if self.assume_balanced:

@@ -71,6 +71,6 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, levels: LevelGroups | No
         sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
         experts.register_parameter(name, nn.Parameter(sharded))
     if levels is not None:
-        return DeduplicatedDispatcher(levels, count)
+        return DeduplicatedDispatcher(levels, count, chunks)
     group = mesh.get_group()
     return AllToAllDispatcher(group) if chunks == 1 else ChunkedDispatcher(group, count, chunks)

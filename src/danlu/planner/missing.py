@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from danlu.cost.software import TokenDispatch
 from danlu.cost.step_prediction import StepPrediction
 from danlu.planner.pricing import PlanPricer, PricedPlan
 from danlu.planner.search_space import DataKnobs
@@ -118,6 +119,14 @@ def _experts(now: _Variation) -> Iterator[MissingFeature]:
         "a microbatch waits for its all-to-alls: no other one computes meanwhile",
         overlap_ep_comm=True,
     )
+    both = TokenDispatch(deduplicated=True, chunks=2)
+    if now.schedule.dispatch not in (both, TokenDispatch(deduplicated=True, chunks=4)):
+        yield now.gain(
+            "tokens sent once, in parts",
+            'the runtime has it, but it is not searched: token_dispatcher = "deduplicated" and dispatch_chunks = 2 in '
+            "the plan",
+            dispatch=both,
+        )
 
 
 def _expert_tp(now: _Variation) -> Iterator[MissingFeature]:

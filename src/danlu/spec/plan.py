@@ -141,10 +141,11 @@ class Plan(SpecModel):
     then taken in another order.
     """
     dispatch_chunks: int = Field(default=1, ge=1, le=64)
-    """Parts in which a layer's tokens go through the experts of `degrees.ep`, with `token_dispatcher = "alltoall"`.
+    """Parts in which a layer's tokens go through the experts of `degrees.ep`.
 
     While one part is computed, the next is on its way to its experts, and the answers to the one before on their way
-    back; only of the first and the last part a way is waited for.
+    back; only of the first and the last part a way is waited for. Deduplicated tokens are under way so over the
+    outermost level alone, and pass those inside it with the part that is computed.
     """
     recompute: Recompute = "none"
     """Activations to recompute in the backward pass: none; all but matmuls and attention; all.
