@@ -1,6 +1,7 @@
 """One rank of the tests of collectives: runs every case of its world size, one after the other."""
 
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -156,6 +157,26 @@ def tokens_sent_in_parts(folder: Path) -> None:
     _tokens_through(lambda number: ChunkedDispatcher(world_group(), 8, chunks=(1, 2, 3, 4)[number]))
 
 
+def what_is_not_a_number_stays_in_its_row(folder: Path) -> None:
+    """However tokens are sent: the answer to such a token shows it, and no other does."""
+    world, rank = World.adopt(), dist.get_rank()
+    levels = partial(world.level_groups, range(4), (2, 2))
+    weights = {"gate": normal(8, 6, 4, seed=1), "up": normal(8, 6, 4, seed=2), "down": normal(8, 4, 6, seed=3)}
+    mine = experts({name: weight[2 * rank : 2 * rank + 2] for name, weight in weights.items()})
+    x = normal(6, 6, seed=rank)
+    x[2, 1], x[4, 0] = math.nan, math.inf
+    chosen = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(row))[:3] for row in range(6)])
+    counts = chosen.flatten().bincount(minlength=8)
+    for dispatcher in (
+        AllToAllDispatcher(world_group()),
+        ChunkedDispatcher(world_group(), 8, 2),
+        DeduplicatedDispatcher(levels("not a number"), 8),
+        DeduplicatedDispatcher(levels("not a number, in parts"), 8, chunks=2),
+    ):
+        found = through_experts(x, chosen, torch.ones(6, 3), 3, counts, dispatcher, mine)
+        assert found.isfinite().all(1).tolist() == [row not in (2, 4) for row in range(6)], dispatcher
+
+
 def parts_are_computed_while_others_are_under_way(folder: Path) -> None:
     """When a part is computed, the next one has been sent, and so have the answers to the one before."""
     sent: list[int] = []
@@ -288,7 +309,14 @@ def groups_of_a_mesh(folder: Path) -> None:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    4: (exchanged_core, norm_of_fsdp_over_tp, groups_of_a_mesh, tokens_sent_once, tokens_sent_in_parts),
+    4: (
+        exchanged_core,
+        norm_of_fsdp_over_tp,
+        groups_of_a_mesh,
+        tokens_sent_once,
+        tokens_sent_in_parts,
+        what_is_not_a_number_stays_in_its_row,
+    ),
     2: (
         split_cross_entropy,
         exchanged_core,

@@ -31,6 +31,9 @@ SMALL = {
     "experts across a slow network": question(
         EXPERTS, chips=8, cluster=machine(nodes=2, slow=2e9), sequences=8, fix="ep=8"
     ),
+    "experts, tokens sent once": question(
+        EXPERTS, chips=8, cluster=machine(nodes=2, slow=2e9), sequences=8, fix="ep=8,dispatcher=deduplicated"
+    ),
     "no pipeline": question(chips=16, without="pp"),
     "dense by Muon": with_recipe(question(chips=8, cluster=machine(nodes=2)), optimizer=OptimizerConfig(kind="muon")),
     "experts by Muon, with an average": with_recipe(
@@ -189,9 +192,10 @@ def test_tokens_go_once_or_in_parts_where_that_is_faster() -> None:
     assert once.plan.token_dispatcher == "deduplicated" and once.plan.dispatch_chunks == 1
     assert parts.plan.token_dispatcher == "alltoall" and parts.plan.dispatch_chunks > 1
     assert once.seconds < parts.seconds < whole.seconds
-    assert best("ep=8,chunks=4").plan.token_dispatcher == "alltoall", "both together are not searched"
-    both = price_plan(asked, once.plan.model_copy(update={"dispatch_chunks": 2}))
-    assert both.seconds < once.seconds
+    assert best("ep=8,chunks=4").plan.token_dispatcher == "alltoall", "both together are searched only if asked"
+    both = best("ep=8,dispatcher=deduplicated")
+    assert both.plan.dispatch_chunks > 1 and both.seconds < once.seconds
+    assert best("ep=8,dispatcher=deduplicated,chunks=4").plan.dispatch_chunks == 4
 
 
 def test_one_expert_a_token_is_sent_in_one_all_to_all() -> None:

@@ -119,13 +119,11 @@ def _experts(now: _Variation) -> Iterator[MissingFeature]:
         "a microbatch waits for its all-to-alls: no other one computes meanwhile",
         overlap_ep_comm=True,
     )
-    both = TokenDispatch(deduplicated=True, chunks=2)
-    if now.schedule.dispatch not in (both, TokenDispatch(deduplicated=True, chunks=4)):
+    if not now.schedule.dispatch.deduplicated or now.schedule.dispatch.chunks == 1:
         yield now.gain(
             "tokens sent once, in parts",
-            'the runtime has it, but it is not searched: token_dispatcher = "deduplicated" and dispatch_chunks = 2 in '
-            "the plan",
-            dispatch=both,
+            "the runtime has it, but it is searched only with `--fix dispatcher=deduplicated`",
+            dispatch=TokenDispatch(deduplicated=True, chunks=2),
         )
 
 

@@ -47,8 +47,10 @@ TOKEN_DISPATCHERS = get_args(TokenDispatcher)
 DISPATCH_CHUNKS = (1, 2, 4)
 """Parts of a layer's tokens that are searched: of more, each is too short for its matmuls."""
 DISPATCHES = (*(TokenDispatch(chunks=chunks) for chunks in DISPATCH_CHUNKS), TokenDispatch(deduplicated=True))
-"""Both together. Tokens that are sent once, and that in parts, are not searched: the large searches would take a third
-longer, for 2 % of the step of one of five."""
+"""Both together. Tokens that are sent once, and that in parts, are searched only if no others may be: large searches
+would take a third longer."""
+SENT_ONCE = tuple(TokenDispatch(True, chunks) for chunks in DISPATCH_CHUNKS)
+"""What is searched then."""
 
 
 class PlanRequestError(ValueError):

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from danlu.cost.software import ALL_AT_ONCE, TokenDispatch, token_dispatch
-from danlu.planner.request import DISPATCHES, RECOMPUTE_MODES, SEARCHED_SCHEDULES, STAGES_PER_RANK, PlanRequest
+from danlu.planner.request import (
+    DISPATCHES,
+    RECOMPUTE_MODES,
+    SEARCHED_SCHEDULES,
+    SENT_ONCE,
+    STAGES_PER_RANK,
+    PlanRequest,
+)
 from danlu.spec.divisors import divisors
 from danlu.spec.load import ParsedSpec
 from danlu.spec.plan import (
@@ -123,9 +130,10 @@ class Candidate(NamedTuple):
 def dispatch_choices(request: PlanRequest, ep: int) -> tuple[TokenDispatch, ...]:
     """How tokens may reach the experts of `ep` ranks."""
     allows = request.constraints.allows
+    every = DISPATCHES if allows("dispatcher", "alltoall") else SENT_ONCE
     return tuple(
         dispatch
-        for dispatch in (DISPATCHES if ep > 1 else (ALL_AT_ONCE,))
+        for dispatch in (every if ep > 1 else (ALL_AT_ONCE,))
         if allows("dispatcher", dispatch.dispatcher) and allows("chunks", dispatch.chunks)
     )
 
