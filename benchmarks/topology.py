@@ -49,9 +49,9 @@ LEVELS = {"host": 2, "supernode": 2, "trunk": 2}
 SEARCHED = "ep=2|4|8,pp=1,cp=1,tp=1,microbatches=1,recompute=none,reshard=false"
 """What all layouts have in common: they differ by where `replicate`, `shard` and `ep` lie."""
 GAIN_BAR, LOSS_BAR = 1.6, 0.03
-STEPS, QUICK_STEPS = 6, 2
-SIFTED, SLOW = 1, 1.4
-"""After so many steps besides the first, layouts that are so many times as slow as the best are not run again."""
+TURNS, QUICK_TURNS = 10, 2
+SLOW = (1.6, 1.3, 1.15)
+"""After the first, second and third turn, layouts whose fastest step is so many times the best one's are left out."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class Mapping:
         """Seconds of a step."""
         return statistics.median(self.steps)
 
+    @property
+    def fastest(self) -> float:
+        """Seconds of the fastest step."""
+        return min(self.steps)
+
 
 def mappings() -> list[Mapping]:
     """Every placement of `replicate`, `shard` and `ep` on the three levels, with experts on more than one rank."""
@@ -187,13 +192,13 @@ def main() -> int:
     columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=Console(stderr=True)) as progress:
-        steps = QUICK_STEPS if asked.quick else STEPS
-        task = progress.add_task("danlu probe", total=len(cases) * (1 + len(mappings()) * (1 + steps)))
+        turns = QUICK_TURNS if asked.quick else TURNS
+        task = progress.add_task("danlu probe", total=len(cases) * (1 + len(mappings()) * (1 + turns)))
         chip = asked.chip_from or Path(folder) / "chip.toml"
         if asked.chip_from is None:
-            probe_cluster(chip, RANKS, quick=True)
+            probe_cluster(chip, RANKS, quick=asked.quick)
         for case in cases:
-            results.append(measure(case, chip, Path(folder), steps, asked.quick, partial(advance, progress, task)))
+            results.append(measure(case, chip, Path(folder), turns, asked.quick, partial(advance, progress, task)))
             show(results[-1])
             missed = [] if asked.quick else misses(results)
             figures = {"passed": not missed, "missed": missed, "cases": results, **summary(results)}
@@ -207,7 +212,7 @@ def main() -> int:
 
 
 def measure(
-    case: Case, chip: Path, folder: Path, steps: int, quick: bool, advance: Callable[[str, int], None]
+    case: Case, chip: Path, folder: Path, turns: int, quick: bool, advance: Callable[[str, int], None]
 ) -> dict[str, Any]:
     """Probe the network of a case, whose chip is known, ask the planner, and let all layouts take turns."""
     name = f"topology{os.getpid()}"
@@ -221,7 +226,7 @@ def measure(
         chosen = ask_planner(case, cluster, choices)
         enter = [" ".join(host.enter) for host in hosts]
         with worlds([RANKS], enter, INTERFACE, hosts[0].address) as started:
-            run(case, cluster, choices, [chosen.name, SYMMETRIC], steps, started[RANKS], advance)
+            run(case, cluster, choices, [chosen.name, SYMMETRIC], turns, started[RANKS], advance)
     finally:
         lab_down(name)
     return judged(case, choices, chosen)
@@ -251,32 +256,37 @@ def run(
     cluster: Cluster,
     choices: Sequence[Mapping],
     always: Sequence[str],
-    steps: int,
+    turns: int,
     world: World,
     advance: Callable[[str, int], None],
 ) -> None:
-    """Steps of all layouts in turn; those that are far behind are left out after a while, except those of `always`."""
+    """Steps of all layouts in turn. Who is far behind is left out after a turn or two, except `always` and the slowest.
+
+    By the fastest step, as what disturbs a machine can make a step slower only: where few are left the median decides.
+    """
     for choice in choices:
         advance(f"{case.name}: building {choice.name}", 1)
         world.build(choice.name, case.recipe, choice.plan, cluster)
     left = list(choices)
-    for turn in range(steps):
+    for turn in range(turns):
         for choice in left:
             advance(f"{case.name}: {choice.name}", 1)
             choice.steps.append(world.step(choice.name))
-        if turn + 1 >= SIFTED:
-            best, worst = min(choices, key=lambda each: each.measured), max(choices, key=lambda each: each.measured)
-            kept = [
-                each for each in left if each.measured <= SLOW * best.measured or each.name in (*always, worst.name)
-            ]
-            advance("", (len(left) - len(kept)) * (steps - turn - 1))
+        if turn < min(len(SLOW), turns - 1):
+            if turn == 0:
+                always = (*always, max(choices, key=lambda each: each.fastest).name)
+            limit = SLOW[turn] * min(each.fastest for each in choices)
+            kept = [each for each in left if each.fastest <= limit or each.name in always]
+            advance("", (len(left) - len(kept)) * (turns - turn - 1))
             left = kept
 
 
 def judged(case: Case, choices: Sequence[Mapping], chosen: Mapping) -> dict[str, Any]:
     """One case in figures."""
     symmetric = next(choice for choice in choices if choice.name == SYMMETRIC)
-    best, worst = min(choices, key=lambda each: each.measured), max(choices, key=lambda each: each.measured)
+    turns = max(len(choice.steps) for choice in choices)
+    compared = [choice for choice in choices if len(choice.steps) == turns]
+    best, worst = min(compared, key=lambda each: each.measured), max(compared, key=lambda each: each.measured)
     return {
         "case": case.name,
         "network": asdict(case),
