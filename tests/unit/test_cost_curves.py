@@ -156,16 +156,19 @@ def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
         assert (sharing < apart) is differs
 
 
-def test_ranks_that_come_late_are_waited_for_as_measured() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(shard=4, reshard_after_forward=True), ParallelLayout(shard=2, tp=2)],
+    ids=["sharded", "tensor parallel"],
+)
+def test_ranks_that_come_late_are_waited_for_as_measured(layout: ParallelLayout) -> None:
     even, uneven = (
-        Predictor(DENSE, BATCH, probed(spread=spread), DANLU)
-        .predict(ParallelLayout(shard=4, reshard_after_forward=True))
-        .parts
-        for spread in (0.0, 0.1)
+        Predictor(DENSE, BATCH, probed(spread=spread), DANLU).predict(layout).parts for spread in (0.0, 0.1)
     )
     computed = sum(even[part] for part in ("linear", "attention", "elementwise", "head"))
     assert even["stragglers"] == 0
     assert uneven["stragglers"] == pytest.approx(slowest_chip_lag(4, 0.1) * computed)
+    assert even["tensor"] > 0 or layout.tp == 1
 
 
 def test_a_chip_that_waits_for_its_collectives_hides_nothing() -> None:

@@ -262,7 +262,7 @@ def _table(figures: _ProbeResult, cluster: Cluster) -> Table:
         "memory bandwidth", _format_bandwidth(ranks.memory_bandwidth), "large copy, read and written bytes counted"
     )
     if ranks.ranks > 1:
-        how = "time for equal work over the mean of all ranks: the others wait for it"
+        how = "time for work that all begin at once, over that of the operators: the others wait for it"
         table.add_row("slowest rank", f"{ranks.late:.2f} ×", how)
     for fit in ranks.fits:
         how = f"{len(fit.sizes)} sizes to {size(fit.sizes[-1])}, fit within {fit.error:.0%} of each"

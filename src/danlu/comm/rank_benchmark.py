@@ -128,7 +128,7 @@ class RankMeasurements(SpecModel):
     alone: float = 1.0
     """How many times faster one rank computes a matmul while the others are idle."""
     late: float = 1.0
-    """Time of the slowest rank over the mean for equal work: the others wait for it."""
+    """Time of the slowest rank for work that all begin at once, over that by which operators are measured."""
     operators: dict[Dtype, dict[OperatorName, TimingCurve]] = Field(default_factory=dict)
     left_out: dict[str, str] = Field(default_factory=dict)
     """What could not be measured, and why."""
@@ -309,7 +309,7 @@ class _RankProbe:
                 peak[name] = mean
         on_step("memory")
         bandwidth = self._mean(measure_memory_bandwidth(self.device, settings.memory_seconds, self.ranks))
-        alone, late = self._solo_speedup(settings.peak_seconds), self._straggler_ratio(settings.peak_seconds)
+        alone, late = self._contention(settings.peak_seconds)
         curves: dict[Dtype, dict[OperatorName, TimingCurve]] = {}
         for name in settings.dtypes:
             on_step(f"operators {name}")
@@ -345,39 +345,32 @@ class _RankProbe:
     def _mean(self, value: float) -> float:
         return all_reduce_scalar(value, dist.ReduceOp.SUM, self.device) / self.ranks
 
-    def _solo_speedup(self, seconds: float) -> float:
-        """How many times faster rank 0 computes a matmul while the others wait for it."""
-        if self.ranks == 1:
-            return 1.0
-        left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=self.device) for _ in range(2))
-        run = partial(torch.matmul, left, right)
-        together = self._mean(median_seconds(run, self.device, seconds / 2))
-        by_itself = median_seconds(run, self.device, seconds / 2) if self.rank == 0 else 0.0
-        return max(1.0, together / all_reduce_scalar(by_itself, dist.ReduceOp.SUM, self.device))
+    def _contention(self, seconds: float) -> tuple[float, float]:
+        """How many times faster rank 0 computes while the others wait for it, and how late the slowest of all ranks is.
 
-    def _straggler_ratio(self, seconds: float) -> float:
-        """Time of the slowest rank for work that all begin at once, over the mean of all ranks.
-
-        In slices as long as the work between two collectives: over less time ranks differ more, because those that
-        share a core take turns, and over a minute less.
+        Late: its time for work that all begin at once, over that of a rank when none of them ever waits, as operators
+        are measured. In slices as long as the work between two collectives: over less time ranks differ more, because
+        those that share a core take turns, and over a minute less. Not over the mean of the same slices: who is done
+        first leaves its core to the others, so that of ranks that share cores the mean is far below the slowest, which
+        ends when all work is done and no later.
         """
         if self.ranks == 1:
-            return 1.0
+            return 1.0, 1.0
         left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=self.device) for _ in range(2))
         product = partial(torch.matmul, left, right)
-        once = all_reduce_scalar(median_seconds(product, self.device, _SLICE_SECONDS), dist.ReduceOp.MAX, self.device)
-        products = max(1, int(_SLICE_SECONDS / once))
+        together = self._mean(median_seconds(product, self.device, seconds / 2))
+        by_itself = median_seconds(product, self.device, seconds / 2) if self.rank == 0 else 0.0
+        alone = together / all_reduce_scalar(by_itself, dist.ReduceOp.SUM, self.device)
+        products, slices = max(1, round(_SLICE_SECONDS / together)), max(10, int(seconds / _SLICE_SECONDS))
 
         def work_slice() -> None:
             for _ in range(products):
                 product()
 
-        mine, slowest = 0.0, 0.0
-        for _ in range(max(10, int(seconds / _SLICE_SECONDS))):
-            spent = self._time_once(work_slice)
-            mine += spent
-            slowest += all_reduce_scalar(spent, dist.ReduceOp.MAX, self.device)  # all begin the next slice together
-        return max(1.0, slowest / self._mean(mine))
+        slowest = 0.0
+        for _ in range(slices):  # all begin a slice together, as the scalar comes from all
+            slowest += all_reduce_scalar(self._time_once(work_slice), dist.ReduceOp.MAX, self.device)
+        return max(1.0, alone), max(1.0, slowest / (slices * products * together))
 
     def _curve(self, runs: Iterable[BenchmarkCase], seconds: float) -> TimingCurve:
         sizes, times = [], []

@@ -44,6 +44,11 @@ from danlu.spec.model import Model
 from danlu.spec.plan import Plan
 from danlu.spec.recipe import BatchConfig
 
+NOT_SLOWED = ("gather", "transfer")
+"""Parts of a microbatch that take no longer on a slow chip."""
+NOT_SLOWED_IF_PROBED = (*NOT_SLOWED, "tensor", "expert", "context")
+"""The same where collectives were measured, which is on slow chips too; calibrated constants do not know that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
@@ -167,7 +172,8 @@ class _StepEstimator(LayoutShapes):
         worst = max(ends, key=lambda end: sum(end.values()))
         parts.update(worst)
         stage_times, chips = [stage.per_microbatch for stage in stages], layout.world // layout.pp
-        waiting = (parts["transfer"] + parts.get("gather", 0.0)) / (layout.microbatches * stage_times[slowest])
+        kept = NOT_SLOWED_IF_PROBED if self.device.measured else NOT_SLOWED
+        waiting = sum(parts.get(name, 0.0) for name in kept) / (layout.microbatches * stage_times[slowest])
         parts["stragglers"] = (1 - waiting) * pipeline * straggler_slowdown(stage_times, chips, self.context.spread)
         parts["other"] = self.overheads.step_overhead
         return StepPrediction(
