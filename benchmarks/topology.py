@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from danlu.spec.recipe import BatchConfig, DataConfig, LRSchedule, Recipe
 
 RANKS = 8
 LEVELS = {"host": 2, "supernode": 2, "trunk": 2}
-SEARCHED = "ep=2|4|8,pp=1,cp=1,tp=1,microbatches=1,recompute=none,reshard=false"
+SEARCHED = "ep=2|4|8,pp=1,cp=1,tp=1,microbatches=1,recompute=none,reshard=false,dispatcher=alltoall,chunks=1"
 """What all layouts have in common: they differ by where `replicate`, `shard` and `ep` lie."""
 GAIN_BAR, LOSS_BAR = 1.6, 0.03
 TURNS, QUICK_TURNS = 10, 2
@@ -239,10 +240,10 @@ def ask_planner(case: Case, cluster: Cluster, choices: Sequence[Mapping]) -> Map
     )
     for choice in choices:
         choice.predicted = price_plan(request, choice.plan).prediction.seconds
-    answer = search(request, shown=1, tie_width=0.0).best[0].plan
-    same = [choice for choice in choices if places(choice.plan, cluster) == places(answer, cluster)]
-    if len(same) != 1:
-        sys.exit(f"the planner's layout is not among those that are measured: {answer!r}")
+    answer = search(request, shown=1, tie_width=0.0).best[0]
+    same = [choice for choice in choices if places(choice.plan, cluster) == places(answer.plan, cluster)]
+    if len(same) != 1 or not isclose(same[0].predicted, answer.seconds):
+        sys.exit(f"the planner's layout is not among those that are measured: {answer.plan!r}, {answer.seconds:.3f} s")
     return same[0]
 
 

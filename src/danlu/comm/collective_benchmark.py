@@ -120,19 +120,20 @@ class GroupPartition:
 def group_partitions(levels: LevelFanouts) -> Iterator[GroupPartition]:
     """The kinds of groups that a plan may have on these levels.
 
-    On every level, groups of each size that divides it: of neighbors on that level, alone and with all ranks below
-    them. Of two kinds with the same size on a level only the first is measured.
+    On every level, groups of each size that divides it: of neighbors on that level, alone, with their neighbors on the
+    innermost level, and so on to all ranks below. Of two kinds of the same size on a level the first is measured.
     """
-    world, below = prod(fanout for _, fanout in levels), 1
+    world, below, units = prod(fanout for _, fanout in levels), 1, [1]
     for level, fanout in levels:
         seen: set[int] = set()
-        for inside in dict.fromkeys((1, below)):
+        for inside in dict.fromkeys(units):
             for across in reversed(divisors(fanout)):
                 ranks = inside * across
                 if across > 1 and ranks not in seen:
                     seen.add(ranks)
                     yield GroupPartition(level, ranks, tuple(_rank_groups(world, below, inside, across)))
         below *= fanout
+        units.append(below)
 
 
 def _rank_groups(world: int, below: int, inside: int, across: int) -> Iterator[tuple[int, ...]]:
