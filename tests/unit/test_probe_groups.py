@@ -27,16 +27,6 @@ def test_two_levels_are_measured_along_and_across() -> None:
     }
 
 
-def test_on_the_third_level_whole_nodes_are_a_kind_of_their_own() -> None:
-    levels = (("node", 2), ("rack", 2), ("hall", 2))
-    found = {group.group_size: group.groups for group in group_partitions(levels) if group.level == "hall"}
-    assert found == {
-        2: ((0, 4), (1, 5), (2, 6), (3, 7)),
-        4: ((0, 1, 4, 5), (2, 3, 6, 7)),
-        8: (tuple(range(8)),),
-    }
-
-
 def test_every_rank_is_in_one_group_of_every_kind() -> None:
     for group in group_partitions((("node", 4), ("rack", 6), ("hall", 2))):
         assert sorted(rank for members in group.groups for rank in members) == list(range(48))

@@ -120,20 +120,19 @@ class GroupPartition:
 def group_partitions(levels: LevelFanouts) -> Iterator[GroupPartition]:
     """The kinds of groups that a plan may have on these levels.
 
-    On every level, groups of each size that divides it: of neighbors on that level, alone, with their neighbors on the
-    innermost level, and so on to all ranks below. Of two kinds of the same size on a level the first is measured.
+    On every level, groups of each size that divides it: of neighbors on that level, alone and with all ranks below
+    them. Of two kinds with the same size on a level only the first is measured.
     """
-    world, below, units = prod(fanout for _, fanout in levels), 1, [1]
+    world, below = prod(fanout for _, fanout in levels), 1
     for level, fanout in levels:
         seen: set[int] = set()
-        for inside in dict.fromkeys(units):
+        for inside in dict.fromkeys((1, below)):
             for across in reversed(divisors(fanout)):
                 ranks = inside * across
                 if across > 1 and ranks not in seen:
                     seen.add(ranks)
                     yield GroupPartition(level, ranks, tuple(_rank_groups(world, below, inside, across)))
         below *= fanout
-        units.append(below)
 
 
 def _rank_groups(world: int, below: int, inside: int, across: int) -> Iterator[tuple[int, ...]]:
@@ -182,9 +181,11 @@ class CollectiveTimer:
             # If bandwidth stays the same, time grows with size. All ranks compute the same estimate.
             if len(sizes) >= 3 and seconds[-1] * size / sizes[-1] * _MIN_REPEATS > self.seconds:
                 break
-            actual, spent = self._time_at_size(group, size, self.seconds / len(self.sizes))
-            sizes.append(actual)
-            seconds.append(spent)
+            count = max(1, size // (4 * group.ranks)) * group.ranks  # fp32 elements that divide over the ranks
+            if sizes and 4 * count <= sizes[-1]:
+                continue  # in a large group small sizes are all an element a rank
+            sizes.append(4 * count)
+            seconds.append(self._seconds_of(group, count, self.seconds / len(self.sizes)))
         latency, per_byte = fit_line(sizes, seconds)
         error = max(abs(latency + per_byte * n - t) / t for n, t in zip(sizes, seconds, strict=True))
         return CollectiveFit(
@@ -213,13 +214,12 @@ class CollectiveTimer:
             self._groups[members] = self.world.new_group(members, "probe")
         return self._groups[members]
 
-    def _time_at_size(self, group: "_GroupMember", size: int, budget: float) -> tuple[int, float]:
-        """Bytes actually moved, and seconds of one call.
+    def _seconds_of(self, group: "_GroupMember", count: int, budget: float) -> float:
+        """Seconds of one call on so many fp32 elements.
 
         The mean over ranks, because a rank that is late in one call makes the others wait, and waits itself in another:
         over a step every rank computes for its own time and waits for the rest of the common one.
         """
-        count = max(1, size // (4 * group.ranks)) * group.ranks  # fp32 elements that divide over the ranks
         run = group.prepare_collective(count)
         run()  # opens connections and touches memory
         spent: list[float] = []
@@ -230,7 +230,7 @@ class CollectiveTimer:
             elapsed += all_reduce_scalar(sum(chunk), dist.ReduceOp.MAX, self.device)
         # A message is timed there and back, so one way is half the time.
         each = statistics.median(spent) / (2 if group.operation == "p2p" else 1)
-        return 4 * count, all_reduce_scalar(each, dist.ReduceOp.SUM, self.device) / dist.get_world_size()
+        return all_reduce_scalar(each, dist.ReduceOp.SUM, self.device) / dist.get_world_size()
 
     def _time_call(self, run: Callable[[], object], working: bool) -> float:
         """Seconds of one call, directly after a matmul if ranks are `working`.
