@@ -17,7 +17,15 @@ from danlu.comm.connection_check import check_connections
 from danlu.comm.flight_record import (
     make_flight_folder,
 )
-from danlu.comm.launcher_link import FIRST_STEP, LauncherLink, RegroupOrder
+from danlu.comm.launcher_link import (
+    CHECK_STORE,
+    FIND_CHECKPOINT,
+    FIRST_STEP,
+    OPEN_DATA,
+    RESTORE,
+    LauncherLink,
+    RegroupOrder,
+)
 from danlu.comm.mesh import ParallelMesh, build_mesh
 from danlu.comm.peak_flops import PeakCacheKey, measure_peak
 from danlu.comm.rank_layout import network_spans
@@ -187,13 +195,13 @@ class Session:
         source = self._restore(state, manager, snapshots)
         first_on_host = self.rank_info.local_rank == 0
         if self.order is None:
-            link.report_phase("checking that a checkpoint can be saved")
+            link.report_phase(CHECK_STORE)
             manager.preflight(state, first_on_host=first_on_host, between_failures=_run_mtbf(mesh, self.cluster))
         else:
             manager.checkpoints.allocate_staging(state.tensors(), first_on_host=first_on_host)
         if recipe.checkpoint.scrub:
             manager.checkpoints.start_scrubbing(3600 * recipe.checkpoint.scrub)
-        link.report_phase("opening the data")
+        link.report_phase(OPEN_DATA)
         data = TrainData(self.run, recipe, mesh, state.cursor)
         evaluation: EvaluationStage = NoEvaluation()
         if recipe.evaluation.data or recipe.evaluation.prompts:
@@ -201,7 +209,7 @@ class Session:
             if recipe.evaluation.prompts:
                 sampler = PromptSampler(recipe, mesh, data.dataset.end_of_text)
             keep = partial(self._save_samples, events)
-            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase, sampler, keep)
+            evaluation = Evaluation(recipe, mesh, state, events.warn, link.report_phase, sampler, keep, self.progress)
         if mesh.rank == 0 and (emulated := emulated_formats(recipe.precision, mesh.device)):
             events.warn(
                 f"chip {self.chip.name} has no block-scaled {' and '.join(emulated)} products: they are emulated, with "
@@ -270,10 +278,10 @@ class Session:
     ) -> Literal["memory", "checkpoint", "start"]:
         """Restore the newest state there is; where it was."""
         if self.order is not None and snapshots is not None:
-            self.link.report_phase("restoring the state from memory")
+            self.link.report_phase(RESTORE)
             if snapshots.restore(state):
                 return "memory"
-        self.link.report_phase("looking for a checkpoint to resume from")
+        self.link.report_phase(FIND_CHECKPOINT)
         if manager.resume(state):
             return "checkpoint"
         if self.recipe.weights:
@@ -367,7 +375,7 @@ class Session:
         # The steps may lie behind the run's last one.
         last = state.step + request.warmup + 2 * request.steps + 1
         recipe = recipe.model_copy(update={"steps": max(recipe.steps, last)})
-        link.report_phase("opening the data")
+        link.report_phase(OPEN_DATA)
         data = TrainData(self.run, recipe, mesh, state.cursor)
         stages = TrainStages(data, forward_backward, memory_peak=self.chip.runtime.max_memory)
         found = profile_rank(recipe, state, mesh, stages, request, link.report_phase)

@@ -108,6 +108,26 @@ def llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes | changes))
 
 
+def gemma(**changes: Any) -> nn.Module:
+    """A Gemma: its table scales what it looks up, is tied, and has a padding row that the lookup does not train."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "pad_token_id": VOCABULARY - 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return GemmaForCausalLM(GemmaConfig(**sizes | changes))
+
+
 def mixtral(**changes: Any) -> nn.Module:
     """A Mixtral exactly as transformers has it."""
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -79,6 +79,9 @@ LAYOUTS = [
     _layout("llama pp 2, recompute", "llama", pp=2, microbatches=2, recompute="full"),
     _layout("llama shard 2, tied", "llama", shard=2, arguments={"tie_word_embeddings": True}),
     _layout("qwen3 tp 2, its own plan", "qwen3", tp=2),
+    _layout("gemma tp 2, its own plan", "gemma", tp=2),
+    _layout("gemma shard 2, tp 2, its own plan", "gemma", shard=2, tp=2),
+    _layout("llama tp 2, padded, its own plan", "llama", tp=2, arguments={"pad_token_id": 3}),
     _layout("llama tp 2, its own plan, tied", "llama", tp=2, arguments={"tie_word_embeddings": True}),
     _layout("tp 2, tied", tp=2, tensor=MAP, arguments={"tied": True}),
     # Dropout: each of these cuts the batch into two.

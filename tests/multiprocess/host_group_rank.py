@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from danlu.comm import own_collectives
 from danlu.comm import world as world_module
@@ -140,8 +141,21 @@ def what_is_not_written_goes_to_the_library(rank: int, ranks: int) -> None:
         assert message.tolist() == [0.0, 0.0]
 
 
+def data_parallel(rank: int, ranks: int) -> None:
+    """DDP takes the reduced tensors from the future of a call."""
+    torch.manual_seed(0)
+    alone = torch.nn.Linear(5, 3)
+    module = DistributedDataParallel(torch.nn.Linear(5, 3))
+    module.module.load_state_dict(alone.state_dict())
+    rows = torch.stack([drawn(each, 5, torch.float32) for each in range(ranks)])
+    alone(rows).sum().div(ranks).backward()
+    module(rows[rank : rank + 1]).sum().backward()
+    for mine, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
 LEFT_BETWEEN_HOSTS = ("all_to_all", "through_autograd")
-CASES = (all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, through_autograd)
+CASES = (all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, through_autograd, data_parallel)
 
 
 def ranks_that_differ_are_told(rank: int, ranks: int) -> None:

@@ -18,7 +18,12 @@ RANK = Path(__file__).parent / "brought_rank.py"
 BAR = 1e-5
 QUICK = (
     *("one rank", "shard 2", "replicate 2, accumulate 2", "pp 2 interleaved", "dropout, pp 2", "shard 2, tp 2, tied"),
-    *("qwen3 tp 2, its own plan", "llama pp 2, kernels, recompute", "mixtral ep 2"),
+    *(
+        "qwen3 tp 2, its own plan",
+        "gemma shard 2, tp 2, its own plan",
+        "llama pp 2, kernels, recompute",
+        "mixtral ep 2",
+    ),
 )
 
 

@@ -26,12 +26,22 @@ KINDS = (
 )
 
 
+SAMPLED = (
+    RECIPE
+    + """
+[evaluation]
+every = 5
+prompts = ["the "]
+sample_tokens = 2
+"""
+)
+"""What a rank does now and then beside its steps does not hide that it trains."""
 QUICK = ("kill", "exception", DOUBLE, "stop", AGENT, "preempt", COORDINATOR)
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> ChaosRun:
-    run = ChaosRun(tmp_path_factory.mktemp("clean"), world=2, steps=STEPS)
+    run = ChaosRun(tmp_path_factory.mktemp("clean"), world=2, steps=STEPS, recipe=SAMPLED)
     run.prepare()
     run.start()
     run.run_to_end()
@@ -44,7 +54,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> ChaosRun:
 def test_every_kind_of_fault_is_survived_and_nothing_is_learned_differently(
     kinds: tuple[str, ...], tmp_path: Path, clean: ChaosRun
 ) -> None:
-    run = ChaosRun(tmp_path, world=2, steps=STEPS)
+    run = ChaosRun(tmp_path, world=2, steps=STEPS, recipe=SAMPLED)
     run.prepare()
     run.start()
     meet_all(run, kinds, random.Random(7))

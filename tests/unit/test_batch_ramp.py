@@ -28,6 +28,9 @@ def test_sizes_by_step_are_those_by_sample() -> None:
         found.append(BATCH.sequences_at(cursor))
         cursor += found[-1]
     assert found == SIZES
+    starts = [sum(SIZES[:step]) for step in range(len(SIZES))]
+    assert [BATCH.cursor_after(3, start) for start in starts[:9]] == [sum(SIZES[: step + 3]) for step in range(9)]
+    assert BATCH.cursor_after(2, 7) == 7 + 4 + 6, "a batch that begins in a stage has its size"
     plain = BatchConfig(sequences=8, length=4)
     assert [plain.sequences_at(cursor) for cursor in (0, 8, 800)] == [8, 8, 8]
     assert plain.cursor_after(100) == 800

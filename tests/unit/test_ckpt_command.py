@@ -264,6 +264,26 @@ def test_rm_asks_and_refuses_the_newest(run: RunFolder, danlu: Danlu, monkeypatc
 # --- copy
 
 
+def test_a_copy_that_was_cut_off_before_its_parity_is_completed(tmp_path: Path, danlu: Danlu) -> None:
+    store = open_store(str(tmp_path / "from"))
+    checkpoints = CheckpointEngine(store, 1, World.adopt(), staging=tmp_path / "shm", policy=SavePolicy(parity=1))
+    checkpoints.save(5, {"model.w": torch.arange(100.0)}, {})
+    checkpoints.close()
+    copy = ("ckpt", "copy", str(tmp_path / "from"), str(tmp_path / "to"))
+    assert danlu(*copy)[0] == 0
+    folder = tmp_path / "to" / "step-00000005"
+    whole = sorted(path.name for path in folder.iterdir())
+    for name in {*folder.glob("*.parity*"), *folder.glob("*-g*.json"), *folder.glob("*.copy.json")}:
+        name.unlink()
+    assert danlu(*copy)[1].endswith("the parity of 1 groups is new\n")
+    assert "parity" not in danlu(*copy)[1]
+    missing = set(whole) - {path.name for path in folder.iterdir()}
+    assert all(name.endswith(".copy.json") for name in missing), missing
+    (pack,) = folder.glob("*.pack")
+    flip(pack, at=3)
+    assert danlu("ckpt", "repair", str(tmp_path / "to"))[0] == 0
+
+
 def test_copy_and_go_on_after_a_cut(tmp_path: Path, danlu: Danlu) -> None:
     source = open_store(str(tmp_path / "from"))
     two_writers(source, 5)

@@ -82,7 +82,15 @@ class PlayedAgent:
             self.end(rank, -9)
         for rank, _ in order.start:
             self.ranks[rank] = RankStatus(
-                rank=rank, generation=generation, pid=1, code=None, why="", phase=FIRST_STEP, joined=generation, lost=-1
+                rank=rank,
+                generation=generation,
+                pid=1,
+                code=None,
+                why="",
+                phase=FIRST_STEP,
+                trains=True,
+                joined=generation,
+                lost=-1,
             )
 
     def end(self, rank: int, code: int) -> None:
@@ -189,6 +197,28 @@ def test_a_node_that_is_silent_is_replaced_by_one_that_waits(job: Job) -> None:
     assert job.finish() == 0
 
 
+def test_each_of_two_nodes_that_are_lost_at_once_has_a_spare_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "plan.toml").write_text("[degrees]\nreplicate = 2\nshard = 2\n")
+    control, store = free_endpoints()
+    ranks = RankMap(
+        job=1, restart=0, nodes=("a", "b"), tasks_per_node=2, store=store, spares=("c", "d"), control=control, remark=""
+    )
+    coordinator = Coordinator(RunFolder(tmp_path), ranks, TOKEN, "127.0.0.1", restarts=5)
+    try:
+        for node in coordinator._nodes.values():
+            node.status = NodeStatus(number=1, order=0)
+        coordinator._nodes["a"].is_lost = coordinator._nodes["b"].is_lost = coordinator._nodes["d"].is_lost = True
+        assert not coordinator.means.spare_hosts, "one node that waits does not replace two"
+        coordinator._nodes["d"].is_lost = False
+        assert coordinator.means.spare_hosts == ("c", "d") and not coordinator.means.memory
+        order = RegroupOrder(1, store, (0, 1, 2, 3), "two hosts are lost", 1.0, True)
+        coordinator.replace(order.ranks, order, "c")
+        assert coordinator._place == {0: "c", 1: "c", 2: "d", 3: "d"}
+    finally:
+        coordinator.close()
+
+
 def test_with_no_node_left_the_run_goes_on_with_fewer_replicas(job: Job) -> None:
     job.agents["a"].is_on = job.agents["c"].is_on = False
     job.until(lambda: len(job.agents["b"].orders) == 4)
@@ -284,7 +314,7 @@ def test_ranks_that_were_just_meeting_when_the_coordinator_was_lost_meet_again(
     job.kill_coordinator(monkeypatch)
     for agent in (job.agents["a"], job.agents["b"]):
         for rank, status in agent.ranks.items():
-            agent.ranks[rank] = status.model_copy(update={"phase": "joining", "lost": 0})
+            agent.ranks[rank] = status.model_copy(update={"phase": "joining", "trains": False, "lost": 0})
         agent.speaks.set()
     job.start_coordinator()
     job.until(lambda: all(len(job.agents[name].orders) == 2 for name in "ab"))

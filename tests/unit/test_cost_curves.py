@@ -140,6 +140,13 @@ def test_experts_are_dispatched_as_measured() -> None:
     assert seconds[1] > seconds[0]
 
 
+def test_fp16_has_a_peak_of_its_own() -> None:
+    peaks = {"bf16": 1e12, "fp16": 4e12, "fp32": 1e11}
+    cluster = probed(peak=peaks, operators={})
+    slow, fast = (Predictor(DENSE, BATCH, cluster, DANLU, dtype=dtype).context.device for dtype in ("bf16", "fp16"))
+    assert (slow.peak, fast.peak) == (1e12, 4e12)
+
+
 def test_what_was_not_probed_is_said() -> None:
     (note,) = Predictor(DENSE, BATCH, probed(), DANLU, dtype="fp32").context.assumptions
     assert "bf16" in note and "fp32" in note

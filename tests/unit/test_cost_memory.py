@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 
 from danlu.cost.memory import ReplicaCounts, microbatches_in_flight, state_bytes
-from danlu.cost.software import HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
+from danlu.cost.parallel_layout import ParallelLayout
+from danlu.cost.software import DANLU, HSDP, REPLICATED, ZERO_1, ZERO_2, ZERO_3, Sharding, Software
 from danlu.cost.stage_contents import RankParameters, rank_parameters, stage_contents
+from danlu.cost.step_prediction import Predictor
 from danlu.ops.embedding_head import logit_elements
 from danlu.ops.layer import saved_bytes
 from danlu.ops.layer_shard import LayerShard
 from danlu.ops.model_shape import model_shape
-from danlu.spec.load import load_model
+from danlu.spec.load import load_cluster, load_model
 from danlu.spec.model import Model
+from danlu.spec.plan import PipelineSchedule
+from danlu.spec.recipe import BatchConfig
 
 BILLION = RankParameters(dense=10**9, experts=0)
 RANKS = ReplicaCounts(total=64, per_group=8)
@@ -126,3 +130,18 @@ def test_embedding_and_head_may_count_as_layers() -> None:
 
 def replace_layers(layers: int) -> Model:
     return GPT.model_copy(update={"layers": layers})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_the_fullest_rank_is_found_wherever_it_is(schedule: PipelineSchedule) -> None:
+    """Layers without experts come first: of eight ranks the third is the first that has experts alone."""
+    model = load_model("deepseek-v3").model_copy(update={"layers": 35, "mtp": None})
+    stages = 1 if schedule == "1f1b" else 2
+    layout = ParallelLayout(pp=8, shard=8, ep=8, microbatches=16, schedule=schedule, stages_per_rank=stages)
+    predictor = Predictor(model, BatchConfig(sequences=128, length=4096), load_cluster("h100-pod"), DANLU)
+    estimates = predictor.memory_by_pp_rank(layout)
+    fullest = max(range(8), key=lambda rank: estimates[rank].allocated)
+    assert predictor.memory(layout).allocated == estimates[fullest].allocated
+    assert fullest not in (0, 1, 7) or schedule != "1f1b"
+    limit = estimates[fullest].device_bytes
+    assert predictor.fits(layout, limit) and not predictor.fits(layout, limit - 1)

@@ -87,6 +87,12 @@ def test_experts_out_of_balance_cost_their_excess() -> None:
     assert 1.1 * even < uneven < 1.5 * even
 
 
+def test_a_rank_that_has_all_experts_knows_no_imbalance() -> None:
+    layout = ParallelLayout(shard=32, microbatches=4, reshard_after_forward=True)
+    even, uneven = (seconds(layout, MIXTRAL, replace(DANLU, expert_imbalance=factor)) for factor in (1.0, 1.5))
+    assert even == uneven
+
+
 def test_experts_in_one_node_beat_experts_across() -> None:
     inside = ParallelLayout(shard=64, ep=8, microbatches=4, reshard_after_forward=True)
     across = inside._replace(group_shapes=(("ep", (1, 8, 1)),))

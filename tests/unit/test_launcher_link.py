@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from danlu.comm.connection_check import UnauthorizedConnectionError, check_connections, unauthorized_uids
-from danlu.comm.launcher_link import LauncherLink, RankLinks
+from danlu.comm.interfaces import interface_of
+from danlu.comm.launcher_link import FIRST_STEP, LauncherLink, RankLinks, RegroupOrder
 from danlu.comm.rendezvous import RankInfo, _listen, rendezvous
 from danlu.scheduler import rank_failure
 from danlu.scheduler.rank_failure import count_oom_kills, describe_failure, first_failure, log_tail
@@ -94,6 +95,40 @@ def test_the_phase_is_that_of_the_slowest_rank() -> None:
     assert links.poll_events() == ['{"kind": "x"}'] and links.slowest_phase == "building the model"
     for each in (links, *ranks):
         each.close()
+
+
+def test_a_launcher_that_dies_without_having_read_is_noticed_too() -> None:
+    """The kernel then resets the connection, where one that was read to its end is closed."""
+    links = RankLinks()
+    with links.open_link(0) as link:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", RANK.format(grace_period=60.0, stubborn=False), str(link.fileno())],
+            pass_fds=[link.fileno()],
+        )
+    assert select.select([links._sockets[0]], [], [], 20)[0], "it has sent its phase"
+    links.close()
+    assert rank.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_a_rank_that_evaluates_still_trains() -> None:
+    links = RankLinks()
+    rank = LauncherLink(links.open_link(0).detach())
+    for phase, trains in (("building the model", False), (FIRST_STEP, True), ("evaluating on web", True), ("", True)):
+        rank.report_phase(phase)
+        links.poll_events()
+        assert (links.phase_of(0), links.trains(0)) == (phase, trains)
+    links.forget_phases()
+    assert not links.trains(0), "it starts again"
+    for each in (links, rank):
+        each.close()
+
+
+def test_an_order_for_all_ranks_of_a_large_world_fits_a_message() -> None:
+    order = RegroupOrder(3, "here:1", tuple(range(100_000)), "a host is lost", 1.0, True, quarantined=(7,))
+    assert len(order.to_json()) < 1000
+    assert RegroupOrder.from_json(order.to_json()) == order
+    some = replace(order, ranks=(0, 1, 5, 7, 8, 9))
+    assert RegroupOrder.from_json(some.to_json()) == some
 
 
 def test_a_launcher_that_does_not_listen_never_holds_up_a_rank() -> None:
@@ -178,6 +213,35 @@ def test_another_account_that_connects_is_noticed(uid: int) -> None:
             deaf.connect(("127.0.0.1", port))  # what goes out from here is nobody's intrusion
             other.communicate(b"\n")
         assert unauthorized_uids() == set()
+
+
+def test_a_connection_of_somebody_else_to_the_same_port_elsewhere_is_no_intrusion() -> None:
+    """Another account's client and server on an address of this host; here only the number of the port is the same."""
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", 0))
+        mine.listen()
+        port = mine.getsockname()[1]
+        code = (
+            "import socket, sys; s = socket.create_server(('127.0.0.3', int(sys.argv[1])));"
+            "c = socket.create_connection(('127.0.0.3', int(sys.argv[1]))); a = s.accept(); print('on', flush=True);"
+            "sys.stdin.read()"
+        )
+        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env", "python3", "-c", code]
+        with subprocess.Popen([*command, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout and other.stdout.readline() == b"on\n"
+            assert unauthorized_uids() == set()
+            other.communicate()
+
+
+def test_every_address_of_an_interface_is_found() -> None:
+    label = ["ip", "address", "add", "127.77.0.5/32", "dev", "lo"]
+    subprocess.run(label, check=True)
+    try:
+        assert interface_of("127.77.0.5") == interface_of("127.0.0.1") == "lo"
+    finally:
+        subprocess.run(["ip", "address", "del", *label[3:]], check=True)
+    with pytest.raises(OSError, match=r"no interface of this host has the address 192\.0\.2\.1"):
+        interface_of("192.0.2.1")
 
 
 # --- how a rank failed

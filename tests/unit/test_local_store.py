@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,30 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     LocalStore(tmp_path / "link").write("a", [b"x"])
     assert (tmp_path / "real" / "a").read_bytes() == b"x"
+
+
+ON_RAMFS = """
+import errno, os, sys
+from pathlib import Path
+from danlu.storage.store.local_store import DIRECT_IO_MIN_BYTES, LocalStore
+from danlu.storage.store.syscalls import Syscalls
+descriptor = os.open(sys.argv[1] + "/file", os.O_WRONLY | os.O_CREAT)
+os.write(descriptor, bytes(4096))
+try:
+    Syscalls().fallocate(descriptor, 0, 1 << 20)
+except OSError as error:
+    print(error.errno == errno.EOPNOTSUPP)
+LocalStore.free_bytes = lambda store: None  # ramfs tells nothing of its room
+store = LocalStore(Path(sys.argv[1]) / "store")
+for name in "ab":
+    store.write(name, [bytes(DIRECT_IO_MIN_BYTES)])
+    print(store.size(name) == DIRECT_IO_MIN_BYTES)
+"""
+
+
+def test_a_file_system_that_allocates_nothing_is_written_to(tmp_path: Path) -> None:
+    """NFS before 4.2 is one; of those that this machine can mount, ramfs is."""
+    shell = 'mount -t ramfs none "$0" && exec "$1" -W ignore -c "$2" "$0"'
+    command = ["unshare", "--mount", "sh", "-c", shell, str(tmp_path), sys.executable, ON_RAMFS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split() == ["True"] * 3, ended.stderr

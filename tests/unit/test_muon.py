@@ -120,6 +120,19 @@ def test_muon_has_the_matrices_of_layers_and_nothing_else(name: str) -> None:
     assert not any("norm" in kind or "router" in kind or "bias" in kind for kind in kinds)
 
 
+def test_biases_of_experts_are_not_matrices() -> None:
+    model = load_model("tiny-moe")
+    assert model.moe is not None
+    biased = model.model_copy(update={"moe": model.moe.model_copy(update={"bias": True})})
+    decoder = Decoder(biased)
+    optimizer = build_optimizer([decoder], OptimizerConfig(kind="muon"), decoder.blocks.values())
+    assert isinstance(optimizer, MuonWithAdamW)
+    mine = {id(p) for group in optimizer.parts[0].param_groups for p in group["params"]}
+    names = {name: id(p) in mine for name, p in decoder.named_parameters() if "experts" in name}
+    assert any(name.endswith("_bias") for name in names)
+    assert all(is_mine != name.endswith("_bias") for name, is_mine in names.items()), names
+
+
 def test_a_module_that_is_not_ours_gives_its_matrices_but_no_router() -> None:
     class Mixture(nn.Module):
         def __init__(self) -> None:

@@ -1,22 +1,28 @@
 """Why a layout was chosen: levels, neighbors, failures, and variations of the request."""
 
-from math import sqrt
+from dataclasses import replace
+from math import prod, sqrt
 from pathlib import Path
 
 import pytest
-from made_questions import EXPERTS, machine, question
+from made_questions import DENSE, EXPERTS, machine, question
+from test_cost_curves import probed
 
+from danlu.cost import count_parameters
+from danlu.framework.weights import parameter_shapes
 from danlu.planner import PlanRequestError, search
 from danlu.planner.deadline import fewest_chips
 from danlu.planner.explain import PART_LABELS, Explainer, bottleneck, level_costs
-from danlu.planner.goodput import goodput, goodput_share, optimal_save_interval
+from danlu.planner.goodput import checkpoint_bytes, goodput, goodput_share, optimal_save_interval
 from danlu.planner.pricing import PlanPricer
 from danlu.planner.search_space import SearchSpace
 from danlu.planner.what_if import apply_what_if, least_memory_layout, sweep_sequence_length
 from danlu.report.plan_tables import plan_with_prediction
 from danlu.spec.cluster import FailureRates, StorageTier
 from danlu.spec.load import load_plan
+from danlu.spec.parameters import is_hidden_matrix
 from danlu.spec.plan import Plan
+from danlu.spec.recipe import EmaConfig, OptimizerConfig
 from danlu.spec.toml import dumps
 
 
@@ -76,6 +82,42 @@ def test_goodput_picks_a_tier_and_falls_with_failures() -> None:
     assert often is not None
     assert often.share < kept.share < 1
     assert goodput(question()) is None or question().cluster.tiers
+
+
+def test_what_if_of_what_was_measured_is_refused() -> None:
+    cluster = probed()
+    asked = question(cluster=cluster, chips=4)
+    for change in ("node.bandwidth=2x", "rack.latency=2x", "chip.peak=2x"):
+        with pytest.raises(PlanRequestError, match=r"has no effect: .* measured"):
+            apply_what_if(asked, change)
+    assert apply_what_if(asked, "chip.memory=2x").cluster.chip.memory == 2 * cluster.chip.memory
+
+
+def test_chips_that_do_not_spread_evenly_are_refused_in_the_words_of_check() -> None:
+    with pytest.raises(
+        PlanRequestError,
+        match=r"12 ranks spread evenly over 3 nodes \(4 on each\).*--chips 16, or another multiple of 8",
+    ):
+        question(chips=12, cluster=machine(nodes=2, per_node=8))
+
+
+def test_learned_positions_end() -> None:
+    learned = DENSE.model_copy(update={"position": "learned", "sequence": 4096})
+    with pytest.raises(PlanRequestError, match=r"learned positions .* end at 4,096"):
+        question(learned, length=8192)
+    found = sweep_sequence_length(question(learned, chips=4, cluster=machine(nodes=1), length=2048), search)
+    assert [length for length, _ in found] == [2048, 4096]
+
+
+def test_a_checkpoint_has_what_is_saved() -> None:
+    asked = question(EXPERTS)
+    parameters = count_parameters(EXPERTS)
+    assert checkpoint_bytes(asked) == 12 * parameters
+    averaged = asked.recipe.model_copy(update={"ema": EmaConfig(decay=0.99)})
+    assert checkpoint_bytes(replace(asked, recipe=averaged)) == 16 * parameters
+    muon = asked.recipe.model_copy(update={"optimizer": OptimizerConfig(kind="muon")})
+    matrices = sum(prod(shape) for name, shape in parameter_shapes(EXPERTS).items() if is_hidden_matrix(name, shape))
+    assert checkpoint_bytes(replace(asked, recipe=muon)) == 12 * parameters - 4 * matrices
 
 
 def test_what_if_changes_one_thing() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from danlu.comm.collective_benchmark import group_partitions
+from danlu.comm.collective_benchmark import element_counts, group_partitions
 from danlu.framework.operator_benchmarks import operator_benchmarks
 from danlu.spec.cluster import OperatorName
 
@@ -31,6 +31,11 @@ def test_every_rank_is_in_one_group_of_every_kind() -> None:
     for group in group_partitions((("node", 4), ("rack", 6), ("hall", 2))):
         assert sorted(rank for members in group.groups for rank in members) == list(range(48))
         assert {len(members) for members in group.groups} == {group.group_size}
+
+
+def test_in_a_large_group_small_sizes_are_measured_once() -> None:
+    assert element_counts((2**10, 2**12, 2**14), 4) == [2**8, 2**10, 2**12]
+    assert element_counts((2**10, 2**12, 2**14), 1024) == [1024, 4096]
 
 
 @pytest.fixture

@@ -248,6 +248,15 @@ def test_rm_refuses_a_running_run_and_asks_before_it_removes_one(
     assert not records.exists()
 
 
+def test_rm_removes_what_a_job_left(run: RunFolder) -> None:
+    for name in (".store-token.7.0", ".ranks.json.7.0", ".coordinator.json", "ranks.json", "job.json", "job.sbatch"):
+        (run.path / name).write_text("{}")
+    (run.compiled_blocks / "mlp").mkdir(parents=True)
+    removed = danlu("rm", str(run.path), "--yes")
+    assert removed.exit_code == 0, removed.output
+    assert not run.path.exists()
+
+
 def test_rm_removes_no_folder_that_holds_anything_else(run: RunFolder) -> None:
     (run.path / "notes.txt").write_text("mine")
     assert "notes.txt" in failure(danlu("rm", str(run.path), "--yes"))

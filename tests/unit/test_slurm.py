@@ -39,7 +39,7 @@ from danlu.scheduler import (
     write_job_id,
     write_ranks,
 )
-from danlu.scheduler.slurm import run_command
+from danlu.scheduler.slurm import SubmissionUncertainError, run_command
 from danlu.scheduler.slurm_task import assign_ranks, resolve_task, wait_for_ranks_file
 from danlu.spec import Chip, Cluster, Degrees, EndEvent, NetworkLevel, Plan, RankFailureEvent, RunFolder, StepEvent
 from danlu.storage import run_lock
@@ -261,6 +261,9 @@ class TestCommands:
     def test_an_answer_without_a_number_is_an_error(self) -> None:
         with pytest.raises(SlurmError, match="job number"):
             submit_script(Path("job.sbatch"), said("queued, good luck\n")[0])
+        lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
+        with pytest.raises(SubmissionUncertainError, match="Socket timed out"):
+            submit_script(Path("job.sbatch"), said("", lost, code=1)[0])
 
     def test_a_command_that_is_not_installed_is_a_clear_error(self) -> None:
         with pytest.raises(SlurmError, match="`sbatch-of-nowhere` is not found"):

@@ -169,3 +169,10 @@ def test_a_checkpoint_without_statistics_is_learned_anew() -> None:
     off = StepGuard(SpikeConfig(policy="off"))
     off.restore(guard_after(100, "skip").scalars())
     assert off.scalars() == {} and off.judge(50.0, 1.0, 6).applied
+
+
+@pytest.mark.parametrize("threshold", [346.0, 1000.0])
+def test_the_largest_thresholds_have_a_limit_that_an_event_can_tell(threshold: float) -> None:
+    wild = [(2.0, exp(3 * (-1) ** step)) for step in range(200)]
+    found = taught(wild, CONFIG.model_copy(update={"threshold": threshold})).find(2.0, inf)
+    assert found is not None and found.metric == "norm" and found.limit <= 1e30

@@ -21,6 +21,7 @@ from danlu.report.run_history import read_run_history
 from danlu.report.run_tables import summarize_run, summary
 from danlu.scheduler.launcher import record_end
 from danlu.spec import Event, RunFolder, SaveEvent, SpikeEvent
+from danlu.spec.recipe import BatchConfig, BatchRampStage
 
 __all__ = ["data_folder"]
 
@@ -119,6 +120,17 @@ def test_samples_that_were_passed_over_are_no_gap() -> None:
     assert check_sample_continuity([*history, started(step=4), step(5)], 5, 50, 100, which) == SampleContinuity(0, 0), (
         "a run that was killed after the rewind begins again before it"
     )
+
+
+def test_after_a_rewind_in_a_ramp_batches_have_the_size_of_their_samples(run: RunFolder) -> None:
+    batch = BatchConfig(sequences=8, length=4, ramp=(BatchRampStage(until=100, sequences=4),))
+    append(run, [started(), *(step(number) for number in range(1, 61)), spike(60, rewound_to=50, lost_samples=40)])
+    history = read_run_history(run)
+    cursor = 0
+    for number in range(1, 130):
+        cursor += 40 if number == 51 else 0
+        assert history.first_sample(number, batch) == cursor
+        cursor += batch.sequences_at(cursor)
 
 
 def test_documents_of_a_step_are_those_that_it_read(data_folder: Path) -> None:

@@ -1,12 +1,12 @@
 """`danlu catalog`: the models and clusters that are built into Danlu."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from danlu.cli.json_output import print_json
 from danlu.cost import count_active_parameters, count_parameters
 from danlu.report.formatting import count
 from danlu.report.terminal import Console
@@ -28,7 +28,7 @@ def catalog(
     elif as_json:
         listing = {"models": [_model_figures(load_model(entry)) for entry in models]}
         listing |= {"clusters": [_cluster_figures(load_cluster(entry)) for entry in clusters]}
-        typer.echo(json.dumps(listing, indent=2, ensure_ascii=False))
+        print_json(listing)
     else:
         # A pipe has no width: without this rich would cut the columns at 80.
         console = Console() if Console().is_terminal else Console(width=160)

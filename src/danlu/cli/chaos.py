@@ -1,6 +1,5 @@
 """`danlu chaos`: let faults happen to a run, as they will anyway, and see what it makes of them."""
 
-import json
 import random
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.cli.ckpt_ref import fail
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec.fault_mix import FAULT_MIXES, INJECTED_FAULTS, InjectedFault
@@ -59,7 +59,7 @@ def chaos(
     for number in range(1, count + 1):
         time.sleep(drawn.expovariate(rate / 60))
         if not (ranks := _ranks(found)):
-            console.print_line(f"the run has ended after {number - 1} faults")
+            typer.echo(f"the run has ended after {number - 1} faults", err=True)
             break
         kind = drawn.choices(list(weights), list(weights.values()))[0]
         victim = rank if rank is not None else drawn.choice(ranks)
@@ -129,7 +129,7 @@ def _report(
     if as_json:
         seconds = None if recovery is None else recovery.time - began
         step = None if recovery is None else recovery.step
-        typer.echo(json.dumps({"fault": kind, "rank": rank, "seconds": seconds, "step": step}))
+        print_json({"fault": kind, "rank": rank, "seconds": seconds, "step": step}, indent=None)
         return
     outcome = "injected"
     if recovery is not None:

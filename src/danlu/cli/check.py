@@ -1,12 +1,12 @@
 """`danlu check`: checks the files of a run for contradictions, before it starts."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from danlu.cli.json_output import print_json
 from danlu.cost import count_active_parameters, count_parameters
 from danlu.framework.custom.check import check_custom_model, factory_source
 from danlu.report.formatting import count
@@ -112,4 +112,4 @@ def _print_json(problems: list[Problem], checked: RunSpec | None = None, not_che
             "chips": checked.cluster.chips if checked.cluster else None,
             "not_checked": not_checked or None,
         }
-    typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    print_json(report)

@@ -1,11 +1,11 @@
 """`danlu chips`: the supported chips, and which of them are available here."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from danlu.cli.json_output import print_json
 from danlu.report.formatting import MISSING, size
 from danlu.report.terminal import Console
 
@@ -19,7 +19,7 @@ def chips(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
 
     rows = [_figures(chip) for chip in declared().values()]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     # A pipe has no width: without this rich would cut the columns at 80.
     console = Console() if Console().is_terminal else Console(width=160)

@@ -1,6 +1,5 @@
 """`danlu ckpt`: list, show, verify, compare, copy and delete checkpoints. Needs no accelerator and no torch."""
 
-import json
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from danlu.cli.ckpt_ref import (
     resolve_ref,
 )
 from danlu.cli.ckpt_tables import entries_table, entry_json, manifest_table, tensor_json, tensors_table
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report import formatting
 from danlu.report.progress_bar import progress_bar
@@ -56,7 +56,7 @@ def ls(
         ref = resolve_ref(where, folder, settings)
         entries = ref.entries() if ref.step is None else [ref.entry()]
     if as_json:
-        typer.echo(json.dumps([entry_json(entry) for entry in entries], indent=2))
+        print_json([entry_json(entry) for entry in entries])
         return
     wide_console().print(entries_table(entries))
     for entry in entries:
@@ -82,7 +82,7 @@ def verify_command(
             entries = [entry for entry in entries if entry.state in ("complete", "damaged")]
         results = [_verify_with_progress(ref, entry) for entry in entries]
     if as_json:
-        typer.echo(json.dumps([_verify_json(result) for result in results], indent=2))
+        print_json([_verify_json(result) for result in results])
     else:
         for result in results:
             _print_verify_result(ref, result)
@@ -148,8 +148,8 @@ def repair_command(
         with incremental_progress_bar(f"step {entry.step}", entry.manifest.bytes) as on_bytes:
             result = repair(ref.store, entry.step, on_bytes)
     if as_json:
-        typer.echo(
-            json.dumps({"step": result.step, "mended": result.mended, "left": [vars(each) for each in result.left]})
+        print_json(
+            {"step": result.step, "mended": result.mended, "left": [vars(each) for each in result.left]}, indent=None
         )
     else:
         _print_repair_result(f"{ref.label}@{entry.step}", result)
@@ -201,7 +201,7 @@ def show(
             "tree": shape,
             "tensors": shown,
         }
-        typer.echo(json.dumps(figures, indent=2))
+        print_json(figures)
         return
     console = wide_console()
     console.print(manifest_table(f"{ref.label}@{manifest.step}", manifest, tree))
@@ -259,7 +259,7 @@ def copy_command(
             fail(f"{source}: no checkpoint is complete, so there is nothing to copy")
         copied = [_copy_with_progress(ref, target_ref, entry) for entry in chosen]
     if as_json:
-        typer.echo(json.dumps([vars(each) for each in copied], indent=2))
+        print_json([vars(each) for each in copied])
         return
     for each in copied:
         typer.echo(_copy_line(ref, target_ref, each))
@@ -274,6 +274,7 @@ def _copy_with_progress(ref: CheckpointRef, target_ref: CheckpointRef, entry: Ch
 def _copy_line(ref: CheckpointRef, target_ref: CheckpointRef, copied: CopyResult) -> str:
     name = f"{ref.label}@{copied.step} → {target_ref.store.name}"
     if copied.complete_before:
-        return f"{name}: already there, with the same root hash"
+        parity = f", the parity of {copied.parity_groups:,} groups is new" if copied.parity_groups else ""
+        return f"{name}: already there, with the same root hash{parity}"
     there = f", {copied.there:,} already there" if copied.there else ""
     return f"{name}: {copied.files:,} packs, {formatting.size(copied.bytes)} copied, every chunk verified{there}"

@@ -1,6 +1,5 @@
 """`danlu ckpt average`: the mean of a run's checkpoints, as a run that can be exported and sampled."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from danlu.cli.ckpt_ref import JsonOption, fail, incremental_progress_bar, report_errors
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report import formatting
 from danlu.report.run_tables import find_run
@@ -74,7 +74,7 @@ def average(
         shutil.rmtree(partial, ignore_errors=True)
     if as_json:
         figures = {"folder": str(output), "step": manifest.step, "steps": steps, "bytes": manifest.bytes}
-        typer.echo(json.dumps(figures, indent=2))
+        print_json(figures)
         return
     size = formatting.size(manifest.bytes)
     typer.echo(f"{output}: mean of {len(steps)} checkpoints ({', '.join(map(str, steps))}), {size}")

@@ -1,6 +1,5 @@
 """`danlu ckpt diff`: the differences of two checkpoints, whatever layouts wrote them."""
 
-import json
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from danlu.cli.ckpt_ref import (
     resolve_ref,
 )
 from danlu.cli.ckpt_tables import format_axes, format_scalar, format_shape, format_tensor_diff, total_bytes
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
@@ -42,7 +42,7 @@ def diff(
         found = compare_manifests(one.manifest, two.manifest, lambda name: fnmatchcase(name, match))
         distances = _tensor_diffs(one, two, found.different) if values else {}
     if as_json:
-        typer.echo(json.dumps(_diff_json(one.manifest, two.manifest, found, distances), indent=2))
+        print_json(_diff_json(one.manifest, two.manifest, found, distances))
     else:
         _print_diff(one, two, found, distances, values)
     raise typer.Exit(0 if found.is_empty else 1)

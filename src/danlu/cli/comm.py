@@ -1,12 +1,12 @@
 """`danlu comm`: by which algorithm collectives are fastest on a cluster's network."""
 
-import json
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from danlu.cli.json_output import print_json
 from danlu.cli.probe_ranks import (
     EndpointOption,
     ProbeRank,
@@ -89,7 +89,7 @@ def show_command(cluster: _ClusterArgument, as_json: _JsonOption = False) -> Non
 def _print(cluster: Cluster, as_json: bool) -> None:
     rows = algorithm_choices(cluster)
     if as_json:
-        typer.echo(json.dumps(choices_json(rows), indent=2))
+        print_json(choices_json(rows))
         return
     if not rows:
         refuse(f"{cluster.name} has no measured algorithms: measure them with `danlu comm tune`")

@@ -1,6 +1,5 @@
 """`danlu compare`: several runs over each other."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from danlu.cli.browser import write_page
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.run_comparison import Axis, compare_runs, find_runs
 from danlu.report.terminal import Console
@@ -29,7 +29,7 @@ def compare(
 
     comparison = compare_runs(find_runs(runs, folder))
     if as_json:
-        typer.echo(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
+        print_json(comparison.to_json())
     else:
         # a file or a pipe has no width: give the table every column
         console = Console(highlight=False) if sys.stdout.isatty() else Console(width=200, highlight=False)

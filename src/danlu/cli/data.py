@@ -1,6 +1,5 @@
 """`danlu data`: build, append, show and verify training data."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from danlu.cli.data_executor import BuildExecutor, ExecutorOption, RayAddressOption, open_tokenize_fn
 from danlu.cli.data_locate import locate
+from danlu.cli.json_output import print_json
 from danlu.report.progress_bar import progress_bar
 from danlu.report.terminal import Console
 from danlu.runs.dataset import build_line, shard_count, skipped_lines
@@ -151,8 +151,8 @@ def verify(folder: DatasetFolder, as_json: JsonOption = False) -> None:
         shards.verify(on_progress)
     index = shards.index
     if as_json:
-        typer.echo(
-            json.dumps({"folder": str(folder), "shards": len(index.shards), "tokens": index.tokens, "good": True})
+        print_json(
+            {"folder": str(folder), "shards": len(index.shards), "tokens": index.tokens, "good": True}, indent=None
         )
     else:
         typer.echo(f"{folder}: {shard_count(index)}, {index.tokens:,} tokens: all match the index")
@@ -165,7 +165,10 @@ def _default_field(chat: bool) -> str:
 def _print_result(output: Path, built: BuildResult, as_json: bool) -> None:
     for line in skipped_lines(built):
         typer.echo(line, err=True)
-    typer.echo(json.dumps(_result_json(output, built), indent=2) if as_json else build_line(output, built))
+    if as_json:
+        print_json(_result_json(output, built))
+    else:
+        typer.echo(build_line(output, built))
 
 
 def _print_note(text: str) -> None:

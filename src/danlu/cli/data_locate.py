@@ -1,6 +1,5 @@
 """`danlu data locate`: which documents a step of a run reads."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +8,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec import Cluster, Plan, Recipe, load_cluster, load_plan, load_recipe
+from danlu.spec.recipe import BatchConfig
 from danlu.spec.recipe_paths import resolve_recipe_paths
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage.data.mixture_dataset import MixtureDataset
@@ -39,14 +40,14 @@ def locate(
         raise typer.BadParameter("is missing: which batch?", param_hint="--step or --sample")
     recipe, data_rank, data = _open_run_or_recipe(run, plan, folder, rank)
     if step is not None:
-        sample = recipe.batch.cursor_after(step - 1) + _samples_passed_over(run, folder, step)
+        sample = _first_sample(run, folder, step, recipe.batch)
     assert sample is not None
     rows = rank_sample_indices(sample, recipe.batch.sequences_at(sample))
     if data_rank is not None:
         rows = rank_sample_indices(int(rows[0]), len(rows), *data_rank)
     found = trace_samples(data, np.asarray(rows), _decoder(recipe, data))
     if as_json:
-        typer.echo(json.dumps([sample.model_dump(mode="json") for sample in found], indent=2))
+        print_json([sample.model_dump(mode="json") for sample in found])
     else:
         which = f"samples from {sample:,}" if step is None else f"step {step}"
         Console().print(_table(found, which, rank))
@@ -79,12 +80,14 @@ def _open_run_or_recipe(
     return recipe, _data_rank(load_plan(run.plan), cluster, rank), data
 
 
-def _samples_passed_over(name: str, folder: Path, step: int) -> int:
-    """Samples that a run's rewinds passed over before a step; none for a recipe."""
+def _first_sample(name: str, folder: Path, step: int, batch: BatchConfig) -> int:
+    """Number of the first sample of a step: of a run as it went, of a recipe as a new run would go."""
     from danlu.report.run_history import read_run_history
     from danlu.report.run_tables import find_run
 
-    return 0 if name.endswith(".toml") else read_run_history(find_run(name, folder)).samples_passed_over(step)
+    if name.endswith(".toml"):
+        return batch.cursor_after(step - 1)
+    return read_run_history(find_run(name, folder)).first_sample(step, batch)
 
 
 def _open_data(recipe: Recipe) -> MixtureDataset:

@@ -1,6 +1,5 @@
 """`danlu evaluate`: the loss of a checkpoint on held-out data."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from danlu.cli.ckpt_ref import JsonOption, fail, resolve_ref
+from danlu.cli.json_output import print_json
 from danlu.cli.run_checkpoint import RunStepArgument, parse_run_step
 from danlu.cli.run_options import PlanOption, RunsDirOption
 from danlu.report import formatting
@@ -57,7 +57,7 @@ def evaluate(
     except TrainError as error:
         fail(str(error))
     if as_json:
-        typer.echo(json.dumps(_figures(found.name, event)))
+        print_json(_figures(found.name, event), indent=None)
     else:
         console.print(_table(found.name, event))
 

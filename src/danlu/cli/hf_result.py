@@ -1,6 +1,5 @@
 """Shared by `danlu import hf` and `danlu export hf`: the progress bar, the comparison with transformers, the table."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from danlu.cli.json_output import print_json
 from danlu.cost import count_parameters
 from danlu.report.formatting import count
 from danlu.report.terminal import Console
@@ -64,7 +64,7 @@ def compare_and_report(
     wrong = [check.name for check in layout or [] if check.state == "wrong"]
     if as_json:
         listed = {"layout": [vars(check) for check in layout]} if layout is not None else {}
-        typer.echo(json.dumps(figures | listed | {"good": same and not wrong}, indent=2))
+        print_json(figures | listed | {"good": same and not wrong})
     else:
         Console().print(_table(figures))
         if layout is not None:

@@ -1,6 +1,5 @@
 """`danlu lab`: a cluster's network on this machine, to rehearse a run on it."""
 
-import json
 import signal
 import sys
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.table import Table
 
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import ClusterOption, NameOption, PlanOption, RanksPerNodeOption, RecipeArgument
 from danlu.cli.slurm_submit import resolve_ranks_per_node
 from danlu.report import ProgressDisplay, summary
@@ -150,7 +150,7 @@ def tune(
 
 def _show(lab: NetworkLab, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(asdict(lab), indent=2))
+        print_json(asdict(lab))
         return
     table = Table(title=f"lab {lab.name}: {len(lab.hosts)} hosts, {lab.slower:g} times as slow")
     for column in ("level", "joins", "rate of a link", "delay"):

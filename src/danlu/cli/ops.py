@@ -1,6 +1,5 @@
 """`danlu ops`: which implementation of an operator runs, and which is fastest on this chip."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RecipeArgument
 from danlu.report.operator_tables import ImplementationRow, calls_table, implementations_table
 from danlu.report.progress_bar import count_bar
@@ -60,7 +60,7 @@ def show_command(
         raise typer.Exit(2)
     rows = _rows(calls, found, load_plan(plan) if plan else Plan(), measured)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        print_json([asdict(row) for row in rows])
         return
     console = _wide_console()
     console.print(implementations_table(rows))

@@ -1,6 +1,5 @@
 """The modes of `danlu plan`, one function per option."""
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from danlu.cli.browser import open_in_browser
+from danlu.cli.json_output import print_json
 from danlu.planner import PlanRequest, PlanRequestError, PricedPlan, SearchResult, parse_constraints, price_plan
 from danlu.planner.explain import PART_LABELS, Explainer, level_costs
 from danlu.planner.goodput import Goodput, goodput
@@ -73,7 +73,7 @@ class PlanContext:
     def show(self, view: Any, value: dict[str, Any]) -> None:
         """Print tables, or JSON."""
         if self.as_json:
-            typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+            print_json(value)
             return
         # A pipe has no width of its own: give it every column.
         console = Console(highlight=False) if sys.stdout.isatty() else Console(width=200, highlight=False)
@@ -199,7 +199,12 @@ def show_longest_sequence(context: PlanContext) -> None:
     expected = context.goodput()
     rows = [(f"{length:,} tokens", priced) for length, priced in found if priced]
     last, priced = found[-1]
-    closing = f"{last:,} tokens: nothing fits." if priced is None else f"The batch is one sequence of {last:,} tokens."
+    model = context.request.model
+    closing = f"The batch is one sequence of {last:,} tokens."
+    if priced is None:
+        closing = f"{last:,} tokens: nothing fits."
+    elif model.position == "learned" and 2 * last > model.sequence:
+        closing = f"The model's learned positions end at {model.sequence:,} tokens."
     table = tables.side_by_side(rows, expected)
     context.show(
         tables.with_header(rows[0][1], table, Text(closing)) if rows else Group(table, Text(closing)),

@@ -1,6 +1,5 @@
 """`danlu probe`: measure this machine and write it as a cluster file."""
 
-import json
 import platform
 import statistics
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from danlu.cli.json_output import print_json
 from danlu.cli.probe_ranks import (
     EndpointOption,
     ProbeRank,
@@ -111,7 +111,7 @@ def probe(
         output.write_text(dumps(cluster), encoding="utf-8")
     if as_json:
         answer = {"cluster": cluster.model_dump(mode="json"), "ranks": figures.ranks.model_dump(mode="json")}
-        typer.echo(json.dumps(answer, indent=2))
+        print_json(answer)
         return
     console = Console() if Console().is_terminal else Console(width=160)
     console.print(_table(figures, cluster))

@@ -1,12 +1,12 @@
 """`danlu profile`: where the time of real steps goes, against the prediction."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from danlu.cli.ckpt_ref import JsonOption, fail
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import ClusterOption, RunsDirOption
 from danlu.report import formatting
 from danlu.report.profile_tables import parts_table, profile_json, summary_lines
@@ -59,7 +59,7 @@ def profile(
         fail(str(error))
     size = result.write_trace(output)
     if as_json:
-        typer.echo(json.dumps({"run": result.name, **profile_json(result.profiles, result.prediction)}))
+        print_json({"run": result.name, **profile_json(result.profiles, result.prediction)}, indent=None)
         return
     console.print(parts_table(result.profiles, result.prediction))
     for line in summary_lines(result.profiles):

@@ -25,6 +25,7 @@ from danlu.cli.train import train_again
 from danlu.report.run_tables import find_run
 from danlu.runs.prepare import prepare_resume
 from danlu.scheduler import SlurmError
+from danlu.scheduler.rank_map import read_ranks
 from danlu.spec import RunFolder
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage import run_lock
@@ -58,13 +59,26 @@ def resume(
     _check_has_checkpoint(requested)
     if nodes is None:
         train_again(*prepare_resume(run, nproc, plan, cluster, folder))
-    ranks = resolve_ranks_per_node(nodes, ranks_per_node, plan, cluster)
+    if plan is None and ranks_per_node is None:
+        ranks_per_node = _ranks_per_node_before(requested)
+    own = str(requested.cluster) if requested.cluster.exists() else None
+    ranks = resolve_ranks_per_node(nodes, ranks_per_node, plan, cluster or own)
     try:
         scheduler.check_slurm_installed()
         found, lock = prepare_resume(run, nodes * ranks, plan, cluster, folder)
         job = ResourceRequest(nodes, ranks, time, partition, account, tuple(sbatch or ()), spares).to_job(found)
         raise typer.Exit(submit_run(job, found, wait, lock, fresh=False))
     except SlurmError as error:
+        fail(str(error))
+
+
+def _ranks_per_node_before(run: RunFolder) -> int | None:
+    """As many as when it ran on nodes last, if it did."""
+    try:
+        return read_ranks(run.path).tasks_per_node
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
         fail(str(error))
 
 

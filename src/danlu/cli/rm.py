@@ -20,8 +20,10 @@ _RUN_FILES = {
     *("recipe.toml", "plan.toml", "cluster.toml", "events.jsonl", "data.jsonl", "report.html", "report.html.part"),
     *("events", "tensorboard", "checkpoints", "logs", "ranks.json", "job.json", "job.sbatch", ".lock"),
     *("samples", "wandb", "wandb-id", ".recipe.toml.new", ".plan.toml.new", ".cluster.toml.new"),
+    *("compiled-blocks", ".coordinator.json", ".coordinator.json.partial"),
 }
-"""Files that Danlu itself writes into a run folder."""
+_NUMBERED_FILES = (".ranks.json.", ".store-token.")
+"""Files that Danlu itself writes into a run folder, and how those begin whose names end in a job's number."""
 
 
 def rm(
@@ -56,7 +58,7 @@ def _check_only_run_files(run: RunFolder) -> None:
     names = {path.name for path in run.path.iterdir()}
     if not {"recipe.toml", "plan.toml"} <= names:
         raise RunError(f"{run.path} is not the folder of a run: it does not have both recipe.toml and plan.toml")
-    if unknown := sorted(name for name in names - _RUN_FILES if not name.startswith(".ranks.json.")):
+    if unknown := sorted(name for name in names - _RUN_FILES if not name.startswith(_NUMBERED_FILES)):
         raise RunError(f"{run.path} has files Danlu did not write ({', '.join(unknown)}): move them away first")
 
 

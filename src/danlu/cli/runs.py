@@ -1,6 +1,5 @@
 """`danlu runs`: every run of a folder in one table."""
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 
@@ -21,7 +21,7 @@ def runs(
 
     summaries = list_runs(folder)
     if as_json:
-        typer.echo(json.dumps([asdict(summary) for summary in summaries], indent=2))
+        print_json([asdict(summary) for summary in summaries])
     elif not summaries:
         typer.echo(f"There are no runs in {folder} yet: `danlu train` makes one.")
     else:

@@ -1,6 +1,5 @@
 """`danlu sample`: text from any checkpoint of a run."""
 
-import json
 import sys
 import time
 import warnings
@@ -13,6 +12,7 @@ import typer
 
 from danlu.cli.ckpt_ref import fail, report_errors
 from danlu.cli.hf_result import weights_progress
+from danlu.cli.json_output import print_json
 from danlu.cli.run_checkpoint import RunCheckpoint, RunStepArgument, open_run_checkpoint
 from danlu.cli.run_options import RunsDirOption
 from danlu.cli.sample_output import SamplePrinter, save_samples
@@ -96,7 +96,7 @@ def sample(
         print_warning(f"text ends where the model's context of {codec.context:,} tokens is full")
     saved = save_samples(checkpoint.run, checkpoint.recipe.access, result) if save else None
     if as_json:
-        typer.echo(json.dumps(result.model_dump(mode="json") | {"file": str(saved) if saved else None}, indent=2))
+        print_json(result.model_dump(mode="json") | {"file": str(saved) if saved else None})
         return
     total = sum(each.tokens for each in drawn)
     typer.echo(f"{checkpoint.run.name}@{checkpoint.step}: {total:,} tokens in {seconds:.1f} s", err=True)

@@ -1,6 +1,5 @@
 """`danlu show`: one run in a table, and its page in the browser."""
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from danlu.cli.browser import open_in_browser
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec import RunFolder
@@ -27,7 +27,7 @@ def show(
     found = find_run(run, folder)
     page, trouble = update_page(found)
     if as_json:
-        typer.echo(json.dumps(asdict(summarize_run(found)) | {"page": str(page) if page else None}, indent=2))
+        print_json(asdict(summarize_run(found)) | {"page": str(page) if page else None})
         return
     Console().print(summary(found))
     if trouble:

@@ -9,6 +9,7 @@ from danlu.report import ProgressDisplay, summary, write_run_page
 from danlu.report.terminal import Console
 from danlu.runs.train import follow_ranks
 from danlu.scheduler import SlurmError, SlurmJob, SlurmLauncher
+from danlu.scheduler.slurm import SubmissionUncertainError
 from danlu.spec import RunFolder, load_cluster, load_plan, load_recipe
 from danlu.storage.run_lock import RunLock
 
@@ -23,6 +24,11 @@ def submit_run(job: SlurmJob, run: RunFolder, wait: bool, lock: RunLock, *, fres
     launcher = SlurmLauncher(run, job, lock)
     try:
         launcher.__enter__()
+    except SubmissionUncertainError as error:
+        raise SlurmError(
+            f"{error}\nThe job may be queued nevertheless: `squeue --me` shows it, and it will train in {run.path}, "
+            "which is kept. If there is no such job, remove the folder and launch again."
+        ) from None
     except SlurmError as error:
         if not fresh:
             raise SlurmError(f"{error}\nNothing was started; {run.path} is unchanged except for plan.toml.") from None

@@ -1,12 +1,12 @@
 """`danlu top`: a run as it goes, in the terminal."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from danlu.cli.ckpt_ref import fail
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunArgument, RunsDirOption
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 
@@ -22,7 +22,7 @@ def top(
 
     live = LiveRun(find_run(run, folder))
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in live.rows()], indent=2))
+        print_json([asdict(row) for row in live.rows()])
         return
     try:
         from danlu.report.top_app import TopApp

@@ -1,11 +1,11 @@
 """`danlu why`: which rank keeps a run from going on, and where it is."""
 
-import json
 from typing import Annotated
 
 import typer
 
 from danlu.cli.ckpt_ref import fail
+from danlu.cli.json_output import print_json
 from danlu.cli.run_options import RunsDirOption
 from danlu.report.terminal import Console
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
@@ -48,7 +48,10 @@ def why(
         if end is None:
             fail(f"nothing is known of {found.name}'s ranks on this host: it does not run here, or ended long ago")
         outcome = f"{found.name} {end.outcome} after step {end.step:,}{f': {end.message}' if end.message else ''}"
-        typer.echo(json.dumps({"outcome": end.outcome, "message": end.message}, indent=2) if as_json else outcome)
+        if as_json:
+            print_json({"outcome": end.outcome, "message": end.message})
+        else:
+            typer.echo(outcome)
         return
     alive = any(view.process.alive for view in views.values())
     goes_on = alive and moves_within(found.path, _LOOK_SECONDS)
@@ -61,7 +64,7 @@ def why(
     }
     if as_json:
         survived = [event.model_dump(mode="json") for event in recoveries]
-        typer.echo(json.dumps(flights_json(views, diagnosis, taken) | {"recoveries": survived}, indent=2))
+        print_json(flights_json(views, diagnosis, taken) | {"recoveries": survived})
         return
     console = Console()
     console.print(flights_table(views, diagnosis))

@@ -142,6 +142,11 @@ def _rank_groups(world: int, below: int, inside: int, across: int) -> Iterator[t
             yield tuple(first + unit * below + offset + member for unit in range(across) for member in range(inside))
 
 
+def element_counts(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Elements in fp32 of so many bytes that divide over the ranks: in a large group the smallest sizes are one."""
+    return sorted({max(1, size // (4 * ranks)) * ranks for size in sizes})
+
+
 class CollectiveTimer:
     """Times collectives on one rank; every rank takes the same steps in the same order."""
 
@@ -177,13 +182,10 @@ class CollectiveTimer:
         self.trial.algorithm = algorithm
         sizes: list[int] = []
         seconds: list[float] = []
-        for size in self.sizes:
+        for count in element_counts(self.sizes, group.ranks):
             # If bandwidth stays the same, time grows with size. All ranks compute the same estimate.
-            if len(sizes) >= 3 and seconds[-1] * size / sizes[-1] * _MIN_REPEATS > self.seconds:
+            if len(sizes) >= 3 and seconds[-1] * 4 * count / sizes[-1] * _MIN_REPEATS > self.seconds:
                 break
-            count = max(1, size // (4 * group.ranks)) * group.ranks  # fp32 elements that divide over the ranks
-            if sizes and 4 * count <= sizes[-1]:
-                continue  # in a large group small sizes are all an element a rank
             sizes.append(4 * count)
             seconds.append(self._seconds_of(group, count, self.seconds / len(self.sizes)))
         latency, per_byte = fit_line(sizes, seconds)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from danlu.comm.own_sockets import own_sockets
 
 _ESTABLISHED, _LISTENING = "01", "0A"
+_IPV4_IN_IPV6, _ANY = "0000000000000000FFFF0000", "00000000"
 
 
 class UnauthorizedConnectionError(RuntimeError):
@@ -41,18 +42,28 @@ def unauthorized_uids() -> set[int]:
     """Ids of other users of this host that are connected to ports on which this process listens."""
     sockets = list(_sockets())
     own = set(own_sockets().values())
-    ports = {socket.local for socket in sockets if socket.state == _LISTENING and socket.inode in own}
+    listening = {socket.local for socket in sockets if socket.state == _LISTENING and socket.inode in own}
+    ends = {(socket.local, socket.remote) for socket in sockets if socket.state == _ESTABLISHED}
     return {
         socket.uid
         for socket in sockets
-        if socket.state == _ESTABLISHED and socket.remote in ports and socket.uid != os.geteuid()
+        if socket.state == _ESTABLISHED
+        and socket.uid != os.geteuid()
+        and not listening.isdisjoint({socket.remote, socket.remote._replace(address=_ANY)})
+        and (socket.remote, socket.local) in ends  # the other end is here, not at the same port of another host
     }
 
 
+class _End(NamedTuple):
+    """Of a connection, as the kernel writes it."""
+
+    address: str
+    port: str
+
+
 class _Socket(NamedTuple):
-    local: str
-    remote: str
-    """Port, as the kernel writes it."""
+    local: _End
+    remote: _End
     state: str
     uid: int
     inode: str
@@ -64,5 +75,12 @@ def _sockets() -> Iterator[_Socket]:
         if table.exists():
             for line in table.read_text().splitlines()[1:]:
                 fields = line.split()
-                local, remote = (address.rpartition(":")[2] for address in fields[1:3])
+                local, remote = map(_end, fields[1:3])
                 yield _Socket(local, remote, fields[3], int(fields[7]), fields[9])
+
+
+def _end(text: str) -> _End:
+    """The end of a connection; an IPv4 address is the same in both tables, and so is any address."""
+    address, _, port = text.rpartition(":")
+    address = address.removeprefix(_IPV4_IN_IPV6)
+    return _End(_ANY if not address.strip("0") else address, port)

@@ -83,6 +83,11 @@ class RankFlight:
     records: tuple[CollectiveRecord, ...]
     """Newest collectives, oldest first."""
 
+    @property
+    def place(self) -> tuple[int, int, str, float]:
+        """What changes when it moves: collectives, steps, the phase, and when it entered that."""
+        return self.collectives, self.step, self.phase, self.phase_since
+
 
 def flight_folder(run: Path) -> Path:
     """Where the ranks of a run on this host keep their records: the same place for everyone who knows the run."""

@@ -3,10 +3,13 @@
 import fcntl
 import socket
 import struct
+from array import array
 from ipaddress import ip_address
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF = 0x8912
+_REQUEST_BYTES, _MOST_ADDRESSES = 40, 4096
+"""Of `struct ifreq` on a system of 64 bits: a name of 16 bytes, then a socket's address."""
 
 
 def address_towards(endpoint: str) -> str:
@@ -28,15 +31,15 @@ def interface_of(address: str) -> str:
 
 
 def _ipv4_interfaces() -> list[tuple[str, str]]:
-    found = []
+    """Every address, of an interface that has several all of them."""
+    space = array("B", bytes(_MOST_ADDRESSES * _REQUEST_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                raw = fcntl.ioctl(control.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has no address
-                continue
-            found.append((name, socket.inet_ntoa(raw[20:24])))
+        request = struct.pack("iL", len(space), space.buffer_info()[0])
+        used = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, request))[0]
+    found = []
+    for at in range(0, used, _REQUEST_BYTES):
+        label = space[at : at + 16].tobytes().partition(b"\0")[0].decode()
+        found.append((label.partition(":")[0], socket.inet_ntoa(space[at + 20 : at + 24].tobytes())))
     return found
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -19,6 +19,10 @@ GRACE_PERIOD = 300.0
 MAX_MESSAGE_BYTES = 1 << 16
 FIRST_STEP = "first step"
 """The phase of a rank that is about to train: the run's start is among its events."""
+CHECK_STORE, OPEN_DATA = "checking that a checkpoint can be saved", "opening the data"
+RESTORE, FIND_CHECKPOINT = "restoring the state from memory", "looking for a checkpoint to resume from"
+LOADING_PHASES = frozenset({CHECK_STORE, OPEN_DATA, RESTORE, FIND_CHECKPOINT})
+"""Phases that take as long as a store or a disk takes."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,25 @@ class RegroupOrder:
     """Whether that plan is new, with other ranks: all of them are new processes."""
 
     def to_json(self) -> str:
-        """As one line."""
-        return json.dumps(asdict(self))
+        """As one line; ranks as first and last of those in a row, as all of a large world would not fit a message."""
+        return json.dumps(asdict(self) | {"ranks": _in_rows(self.ranks)})
 
     @classmethod
     def from_json(cls, text: str) -> "RegroupOrder":
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        return cls(**fields | {name: tuple(fields[name]) for name in ("ranks", "quarantined")})
+        ranks = tuple(rank for first, last in fields["ranks"] for rank in range(first, last + 1))
+        return cls(**fields | {"ranks": ranks, "quarantined": tuple(fields["quarantined"])})
+
+
+def _in_rows(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    rows: list[tuple[int, int]] = []
+    for rank in ranks:
+        if rows and rank == rows[-1][1] + 1:
+            rows[-1] = rows[-1][0], rank
+        else:
+            rows.append((rank, rank))
+    return rows
 
 
 class LauncherLink:
@@ -119,7 +134,7 @@ class LauncherLink:
                 self._socket.send(raw, socket.MSG_DONTWAIT)
 
     def _listen(self, link: socket.socket, grace_period: float) -> None:
-        while raw := link.recv(MAX_MESSAGE_BYTES):
+        while raw := _receive(link):
             text = json.loads(raw)["regroup"]
             with self._told:
                 self._order = RegroupOrder.from_json(text) if text else self._order
@@ -134,6 +149,14 @@ class LauncherLink:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _receive(link: socket.socket) -> bytes:
+    """The next message; nothing when the launcher is gone, which is a reset if it left messages unread."""
+    try:
+        return link.recv(MAX_MESSAGE_BYTES)
+    except OSError:
+        return b""
+
+
 @dataclass
 class RankLinks:
     """A launcher's ends, one per rank."""
@@ -146,6 +169,8 @@ class RankLinks:
     _generations: dict[int, int] = field(default_factory=dict)
     """The newest world that each rank waits in or is part of."""
     _events: list[str] = field(default_factory=list)
+    _training: set[int] = field(default_factory=set)
+    """Ranks that have reached their first step since they started."""
     _done: set[int] = field(default_factory=set)
     """Ranks that reported their end."""
     _lost: dict[int, int] = field(default_factory=dict)
@@ -158,6 +183,7 @@ class RankLinks:
             earlier.close()
         self._sockets[rank] = mine
         self._phases.pop(rank, None)
+        self._training.discard(rank)
         self._done.discard(rank)
         return theirs
 
@@ -177,6 +203,7 @@ class RankLinks:
     def forget_phases(self) -> None:
         """All ranks start again."""
         self._phases.clear()
+        self._training.clear()
 
     def order(self, rank: int, order: RegroupOrder | None) -> None:
         """Order a rank to regroup; None says that no such order will come."""
@@ -191,6 +218,10 @@ class RankLinks:
     def phase_of(self, rank: int) -> str:
         """What a rank said last that it is doing."""
         return self._phases.get(rank, "")
+
+    def trains(self, rank: int) -> bool:
+        """Whether a rank has come to its first step since it started, whatever it does now: evaluations are phases."""
+        return rank in self._training
 
     def poll_events(self) -> list[str]:
         """Events that ranks could not write to disk, as JSON; also updates the phases of the ranks."""
@@ -212,6 +243,7 @@ class RankLinks:
                         self._lost[rank] = message["lost"]
                     if "phase" in message:
                         self._phases[rank] = message["phase"]
+                        self._training |= {rank} if message["phase"] == FIRST_STEP else set()
                         self._order += [] if message["phase"] in self._order else [message["phase"]]
 
     @property

@@ -118,14 +118,14 @@ def _all_reduce(
     group.all_reduce(summed, reduction)
     if summed.data_ptr() != tensor.data_ptr():
         tensor.copy_(summed)
-    return tensors, finished_work()
+    return tensors, finished_work(tensors)
 
 
 def _all_gather(group: OwnCollectives, output: Tensor, given: Tensor, *rest: Any) -> Any:
     if not output.is_contiguous() or not group.answers("all_gather", output.nbytes):
         return None
     group.all_gather(output.detach(), given.detach().contiguous())
-    return output, finished_work()
+    return output, finished_work([output])
 
 
 def _all_gather_list(group: OwnCollectives, outputs: list[list[Tensor]], given: list[Tensor], *rest: Any) -> Any:
@@ -137,7 +137,7 @@ def _all_gather_list(group: OwnCollectives, outputs: list[list[Tensor]], given: 
     group.all_gather(gathered, given[0].detach().contiguous())
     for place, found in zip(outputs[0], gathered, strict=True):
         place.detach().copy_(found)
-    return outputs, finished_work()
+    return outputs, finished_work(outputs[0])
 
 
 def _reduce_scatter(group: OwnCollectives, output: Tensor, given: Tensor, _: Any, operation: Any, *rest: Any) -> Any:
@@ -145,7 +145,7 @@ def _reduce_scatter(group: OwnCollectives, output: Tensor, given: Tensor, _: Any
     if reduction is None or not output.is_contiguous() or not group.answers("reduce_scatter", given.nbytes):
         return None
     group.reduce_scatter(output.detach(), given.detach().contiguous(), reduction)
-    return output, finished_work()
+    return output, finished_work([output])
 
 
 def _all_to_all(
@@ -160,19 +160,19 @@ def _all_to_all(
     if not output.is_contiguous() or not group.answers("all_to_all", 0 if received or sent else given.nbytes):
         return None
     group.all_to_all(output.detach(), given.detach().contiguous(), received, sent)
-    return finished_work()
+    return finished_work([output])
 
 
 def _broadcast(group: OwnCollectives, tensors: list[Tensor], _: Any, source: int, *rest: Any) -> Any:
     if len(tensors) != 1 or not tensors[0].is_contiguous() or not group.answers("broadcast", tensors[0].nbytes):
         return None
     group.broadcast(tensors[0].detach(), source)
-    return tensors, finished_work()
+    return tensors, finished_work(tensors)
 
 
 def _barrier(group: OwnCollectives, *rest: Any) -> Any:
     group.barrier()
-    return finished_work()
+    return finished_work([])
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {

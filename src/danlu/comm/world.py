@@ -131,7 +131,11 @@ class World:
             levels=tuple(levels),
             traffic=_meter(rank_info.rank, size, levels),
         )
-        world._find_host()
+        try:
+            world._find_host()
+        except BaseException:  # a peer died meanwhile: this rank may join the next world
+            world.shutdown()
+            raise
         _joined[dist.group.WORLD] = world
         return world
 

@@ -134,8 +134,8 @@ class CompiledBlockChecks:
             try:
                 path = write_reproduction(self.reproduce_in, forward.block, runs, forward.eager, difference)
                 where = f"`python {path}` runs it again"
-            except OSError as error:
-                where = f"no file that reproduces it could be written: {error}"
+            except Exception as error:  # a full disk or a device without memory: the block is wrong nevertheless
+                where = f"no file that reproduces it could be written: {type(error).__name__}: {error}"
         warnings.warn(
             f"compiled {forward.name} differs from eager: {difference}. Blocks of this kind run eagerly from now on, "
             f"which is right but slower: forward and backward of one took {1e3 * eager_seconds:.3g} ms, and "

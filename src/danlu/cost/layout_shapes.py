@@ -33,7 +33,7 @@ class LayoutShapes:
             ep=layout.ep,
             sequence_parallel=self.software.sequence_parallel,
             expert_tp=self.software.expert_tp,
-            expert_imbalance=self.software.expert_imbalance,
+            expert_imbalance=self.software.expert_imbalance if layout.ep > 1 else 1.0,
             pad_values=self.software.pad_values,
             ring=layout.cp > 1 and (layout.ring or not self.software.ulysses),
         )

@@ -59,7 +59,7 @@ class DeviceModel:
 def build_device(chip: Chip, dtype: str, efficiency: ChipEfficiency) -> DeviceModel:
     """A chip in one precision of compute."""
     half = chip.peak.get("bf16") or chip.peak.get("fp16") or chip.peak.get("fp32") or max(chip.peak.values())
-    if dtype in ("fp32", "tf32", "fp64"):
+    if dtype not in ("fp8", "fp4"):
         half = chip.peak.get(dtype, half)  # type: ignore[call-overload]
     peak = chip.peak.get("fp8", half) if dtype in ("fp8", "fp4") else half
     return _one_of_equals(

@@ -30,7 +30,7 @@ class RankMemoryEstimator(LayoutShapes):
     """Computes the memory of one layout."""
 
     def peak(self) -> MemoryEstimate:
-        """Of the fullest rank: the first pp rank, the second, or the last."""
+        """Of the fullest rank."""
         return max(self._moments(), key=lambda memory: memory.allocated)
 
     def fits(self, device_bytes: float) -> bool:
@@ -38,8 +38,14 @@ class RankMemoryEstimator(LayoutShapes):
         return all(moment.device_bytes <= device_bytes for moment in self._moments())
 
     def _moments(self) -> Iterator[MemoryEstimate]:
-        """Every moment that can be the peak."""
-        for rank in sorted({0, min(1, self.layout.pp - 1), self.layout.pp - 1}):
+        """Every moment that can be the peak.
+
+        Of pp ranks that hold the same, the first has the most microbatches in flight, and the last is furthest behind
+        with the gradients of weights, if these are deferred.
+        """
+        deferred = self.layout.schedule in SPLIT_BACKWARD_SCHEDULES
+        kinds = self.stages.kinds
+        for rank in sorted({rank for kind in kinds for rank in (kind if deferred else kind[:1])}):
             yield self.estimate(rank)
             if self.software.init_unsharded:
                 yield self._at_init(rank)

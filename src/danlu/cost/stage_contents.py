@@ -1,6 +1,6 @@
 """Which layers every pp rank holds, and how many parameters that is."""
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -45,6 +45,20 @@ class StageContents(NamedTuple):
         return self.mtp > 0 and not self.has_embedding
 
 
+class Stages(tuple[StageContents, ...]):
+    """What every pp rank holds."""
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """For all ranks that hold the same, the first and the last of them."""
+        first: dict[StageContents, int] = {}
+        last: dict[StageContents, int] = {}
+        for rank, contents in enumerate(self):
+            first.setdefault(contents, rank)
+            last[contents] = rank
+        return tuple((rank, last[contents]) for contents, rank in first.items())
+
+
 class RankParameters(NamedTuple):
     """Parameters of one rank before they are sharded over data-parallel ranks."""
 
@@ -63,7 +77,7 @@ def stage_contents(
     count_embedding_and_head: bool = False,
     zigzag: bool = False,
     recompute: Recompute | tuple[Recompute, ...] = "none",
-) -> tuple[StageContents, ...]:
+) -> Stages:
     """What every pp rank holds.
 
     `counts` gives the layers of every stage; if empty, they are as even as possible, and the middle stages take the
@@ -96,7 +110,7 @@ def stage_contents(
                 mtp=shape.mtp if stages - 1 in mine else 0,
             )
         )
-    return tuple(ranks)
+    return Stages(ranks)
 
 
 def _even_layer_counts(layers: int, stages: int, count_embedding_and_head: bool) -> tuple[int, ...]:

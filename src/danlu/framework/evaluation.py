@@ -11,6 +11,7 @@ from danlu.comm.mesh import ParallelMesh
 from danlu.framework.batch_loader import BatchLoader
 from danlu.framework.forward_only import evaluation_mode, make_forward, microbatch_rows
 from danlu.framework.prompt_sampler import PromptSampler
+from danlu.framework.stages import NoProgress, ProgressStage
 from danlu.framework.state import TrainState
 from danlu.parallel.batch import IGNORE_INDEX, Batch
 from danlu.parallel.loss import cross_entropy_sum
@@ -49,9 +50,10 @@ class Evaluation:
         report_phase: Callable[[str], None] = lambda phase: None,
         sampler: PromptSampler | None = None,
         save_samples: SaveSamples = lambda step, samples: None,
+        progress: ProgressStage | None = None,
     ) -> None:
-        """`report_phase` is told what is being evaluated, and nothing when training goes on."""
-        self.report_phase = report_phase
+        """`report_phase` is told what is being evaluated, and nothing when training goes on; `progress` every batch."""
+        self.report_phase, self._progress = report_phase, progress or NoProgress()
         self._sampler, self._save_samples = sampler, save_samples
         self.every, self.steps = recipe.evaluation.every, recipe.steps
         self._mesh, self._modules = mesh, state.stage_modules
@@ -95,7 +97,7 @@ class Evaluation:
         """Evaluate every data set; `step` is that of the event."""
         started = time.perf_counter()
         with evaluation_mode(self._modules):
-            found = [self._sums(name, held_out) for name, held_out in self._sets.items()]
+            found = [self._sums(name, held_out, step) for name, held_out in self._sets.items()]
         # A tp group computes one loss; counts are integers, so that those of trillions of tokens are exact.
         counts = torch.tensor([count for _, count in found], device=self._mesh.device)
         self._mesh.world.all_reduce(counts)
@@ -112,12 +114,13 @@ class Evaluation:
             seconds=time.perf_counter() - started,
         )
 
-    def _sums(self, name: str, held_out: _HeldOut) -> tuple[float, int]:
+    def _sums(self, name: str, held_out: _HeldOut, step: int) -> tuple[float, int]:
         """The sum of a data set's losses on this rank, and how many targets are in it."""
         self.report_phase(f"evaluating on {name}")
         losses: list[Tensor] = []
         counted = 0
         for _ in range(held_out.samples.padded // held_out.rows):
+            self._progress.enter_phase("evaluating", step)  # for the watch a rank moves, with collectives or without
             batch = held_out.loader.at(held_out.cursor)
             first = held_out.cursor % held_out.samples.padded + self._mesh.dp_rank * len(batch.tokens)
             real = max(0, held_out.samples.count - first)  # rows of this rank that count; the rest fill up

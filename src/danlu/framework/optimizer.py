@@ -142,8 +142,9 @@ def hidden_matrices(blocks: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
             if isinstance(module, nn.Embedding):
                 continue
             dims = (2, 3) if isinstance(module, Experts) else (2,)
-            for parameter in module.parameters(recurse=False):
-                if parameter.ndim in dims and parameter not in skipped:
+            for name, parameter in module.named_parameters(recurse=False):
+                biases = name.endswith("bias")  # of experts: a table with a row for each
+                if parameter.ndim in dims and not biases and parameter not in skipped:
                     yield parameter
 
 

@@ -21,6 +21,8 @@ MIN_LOSS_SIGMA = 0.002
 """Smallest standard deviation assumed of the loss, as a share of its level: one that repeats itself has none."""
 MIN_LOG_NORM_SIGMA = 0.2
 """The same of the norm's logarithm: odd batches have several times the usual norm, and clipping takes care of them."""
+MOST_LOG_LIMIT = 69.0
+"""Of a limit's logarithm: no norm of a fp32 gradient is usual beyond 10^30, and an event's figures end there."""
 SMALLEST_NORM = 1e-30
 """In place of a norm of 0, which has no logarithm."""
 
@@ -61,7 +63,8 @@ class SpikeDetector:
         center, sigma = usual_log_norm
         sigma = max(sigma, MIN_LOG_NORM_SIGMA)
         sigmas = _sigmas(_log(norm), center, sigma)
-        by_norm = Spike("norm", norm, exp(center), exp(center + self.threshold * sigma), sigmas)
+        limit = exp(min(center + self.threshold * sigma, MOST_LOG_LIMIT))
+        by_norm = Spike("norm", norm, exp(center), limit, sigmas)
         worst = max(by_loss, by_norm, key=lambda spike: spike.sigmas)
         return worst if worst.sigmas > self.threshold else None
 

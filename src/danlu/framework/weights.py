@@ -17,6 +17,7 @@ from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
 from danlu.storage.checkpoint.local_shards import local_shards
 from danlu.storage.checkpoint.reader import CheckpointReader
 from danlu.storage.checkpoint.restore import fill_tensors
+from danlu.storage.checkpoint.run_store import open_run_store
 from danlu.storage.checkpoint.safetensors_io import SafetensorsReader
 from danlu.storage.store.base import open_store
 
@@ -58,10 +59,13 @@ def open_weights(folder: Path, model: Model | CustomModel) -> SafetensorsReader:
 
 def newest_checkpoint(folder: Path) -> CheckpointReader | None:
     """The newest checkpoint of a run folder; None if the folder holds weight files instead."""
-    checkpoints = RunFolder(folder).checkpoints
-    if not checkpoints.is_dir():
+    run = RunFolder(folder)
+    if run.recipe.is_file():
+        store = open_run_store(run)
+    elif run.checkpoints.is_dir():
+        store = open_store(str(run.checkpoints))
+    else:
         return None
-    store = open_store(str(checkpoints))
     steps = CheckpointDir(store, keep=1).resumable_steps()
     return CheckpointReader(store, steps[-1]) if steps else None
 

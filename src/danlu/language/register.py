@@ -99,6 +99,11 @@ class FirstUseCheck:
 
     def _find_out(self) -> str | None:
         if reason := why_no_kernels(self.device_type):
+            warnings.warn(
+                f"the kernel of {self.operator.name} is not used: {reason}; torch computes it instead",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return reason
         # Inside of an operator autograd is off and a dry run's or recompute's modes are on: a new thread has neither.
         found: list[str | Exception] = []

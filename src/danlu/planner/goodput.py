@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from math import sqrt
 
 from danlu.cost import count_parameters
+from danlu.cost.memory import EMA_BYTES
+from danlu.ops.newton_schulz import muon_traits
 from danlu.planner.request import PlanRequest
 from danlu.spec.cluster import StorageTier
 from danlu.spec.rank_placement import nodes_used
 
-BYTES_PER_PARAMETER = 14
-"""Of a checkpoint: parameters in half precision, their fp32 copy and two moments in fp32 (Rajbhandari et al., "ZeRO",
-2020, section 3.1, without gradients)."""
+BYTES_PER_PARAMETER, MOMENT_BYTES = 12, 4
+"""Of a checkpoint: a parameter and two moments, all in fp32; Muon has one moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,22 @@ def goodput_share(every: float, save: float, between_failures: float, recover: f
     return (1 - save / every) * between_failures / (between_failures + recover + every / 2)
 
 
+def checkpoint_bytes(request: PlanRequest) -> int:
+    """Bytes of a checkpoint: the parameters, what the optimizer keeps of them, and their average if there is one."""
+    model, recipe = request.model, request.recipe
+    saved = (BYTES_PER_PARAMETER + (EMA_BYTES if recipe.ema else 0)) * count_parameters(model)
+    if muon := muon_traits(model, recipe.optimizer):
+        layers = [model.is_moe_layer(layer) for layer in range(model.layers)]
+        layers += layers[-1:] * model.mtp_depth
+        matrices = [kind for moe in layers for kind in (muon.moe if moe else muon.dense)]
+        saved -= MOMENT_BYTES * sum(kind.elements for kind in [*matrices, *muon.mtp * model.mtp_depth])
+    return saved
+
+
 def _with_tier(request: PlanRequest, tier: StorageTier, node_mtbf: float, restart: float) -> Goodput | None:
     """Goodput with saves to one tier; None if it is too small."""
     nodes = nodes_used(request.chips, request.cluster)
-    checkpoint = BYTES_PER_PARAMETER * count_parameters(request.model)
+    checkpoint = checkpoint_bytes(request)
     if tier.kind in ("memory", "local"):
         # A lost node takes its shard with it: every shard is also sent to another node.
         each = 2 * checkpoint / nodes

@@ -9,10 +9,12 @@ from typing import get_args
 from danlu.cost.software import TokenDispatch
 from danlu.planner.fit_chance import default_reserve
 from danlu.spec.cluster import Cluster, Dtype
+from danlu.spec.divisors import closest_multiple
 from danlu.spec.load import ParsedSpec
 from danlu.spec.model import Model
 from danlu.spec.plan import DENSE_AXES, ContextParallel, TokenDispatcher
 from danlu.spec.problem import suggest_name
+from danlu.spec.rank_placement import nodes_used
 from danlu.spec.recipe import ComputeDtype, Recipe
 from danlu.spec.toml import TomlDocument
 
@@ -189,6 +191,20 @@ class PlanRequest:
             raise PlanRequestError(
                 f'{self.chips:,} chips were requested, but "{self.cluster.name}" has {self.cluster.chips:,}: '
                 f"--chips {self.cluster.chips} or fewer"
+            )
+        per_node, nodes = self.cluster.chips_per_node, nodes_used(self.chips, self.cluster)
+        if nodes > self.cluster.chips // per_node:
+            raise PlanRequestError(
+                f"{self.chips:,} ranks spread evenly over {nodes:,} nodes ({self.chips // nodes} on each), but "
+                f'"{self.cluster.name}" has {self.cluster.chips // per_node:,} nodes of {per_node} chips: '
+                f"--chips {closest_multiple(self.chips, per_node)}, or another multiple of {per_node}"
+            )
+        length = self.recipe.batch.length
+        if self.model.position == "learned" and length > self.model.sequence:
+            raise PlanRequestError(
+                f"sequences of {length:,} tokens were requested, but the learned positions of the model "
+                f'"{self.model.name}" end at {self.model.sequence:,}: a `batch.length` up to that, or '
+                f"`sequence = {length}` under [model]"
             )
         if self.expert_imbalance > 1 and not self.model.moe:
             raise PlanRequestError(

@@ -37,6 +37,7 @@ def apply_what_if(request: PlanRequest, change: str) -> PlanRequest:
         batch = _validated(BatchConfig, _with_field(request.recipe.batch, name, value, change), change)
         return replace(request, recipe=request.recipe.model_copy(update={"batch": batch}))
     values = cluster.model_dump(mode="python")
+    _check_has_effect(request, where, name, change)
     if where == "chip":
         values["chip"] = _with_field(cluster.chip, name, value, change)
     elif where in levels:
@@ -49,6 +50,19 @@ def apply_what_if(request: PlanRequest, change: str) -> PlanRequest:
         )
     machine = _validated(Cluster, values, change)
     return replace(request, cluster=machine, chips=min(request.chips, machine.chips))
+
+
+def _check_has_effect(request: PlanRequest, where: str, name: str, change: str) -> None:
+    """On a probed machine the measured times count, not what they would follow from."""
+    cluster = request.cluster
+    level = next((level for level in cluster.levels if level.name == where), None)
+    measured = ""
+    if level and level.collectives and name in ("bandwidth", "latency", "oversubscription"):
+        measured = f"the collectives of level {where} were measured: remove its [[levels.collectives]]"
+    if where == "chip" and request.dtype in cluster.chip.operators and name in ("peak", "memory_bandwidth"):
+        measured = f"its operators were measured in {request.dtype}: remove [chip.operators.{request.dtype}]"
+    if measured:
+        raise PlanRequestError(f"--what-if: {one_line(change)} has no effect: {measured} from the cluster file first")
 
 
 def _validated(kind: type[S], values: dict[str, Any], change: str, context: dict[str, bool] | None = None) -> S:
@@ -99,11 +113,14 @@ def least_memory_layout(request: PlanRequest) -> PricedPlan:
 
 
 def sweep_sequence_length(request: PlanRequest, search: SearchFunction) -> list[tuple[int, PricedPlan | None]]:
-    """Double the sequence length at constant tokens per batch until no layout fits: each with its fastest layout."""
+    """Double the sequence length at constant tokens per batch until no layout fits: each with its fastest layout.
+
+    Learned positions end it, too.
+    """
     found: list[tuple[int, PricedPlan | None]] = []
-    batch = request.recipe.batch
+    batch, model = request.recipe.batch, request.model
     length, sequences = batch.length, batch.sequences
-    while sequences >= 1:
+    while sequences >= 1 and not (found and model.position == "learned" and length > model.sequence):
         other = batch.model_copy(update={"length": length, "sequences": sequences})
         result = search(replace(request, recipe=request.recipe.model_copy(update={"batch": other})), 1, tie_width=0.0)
         found.append((length, result.best[0] if result.best else None))

@@ -65,7 +65,7 @@ def predict_step(recipe: Recipe, plan: Plan, cluster: Cluster | None) -> StepPre
         compiled=plan.compile,
         dispatch=token_dispatch(plan),
     )
-    return predict(recipe.model, plan, recipe.batch, cluster, software, request.dtype)
+    return predict(recipe.model, plan, recipe.batch, cluster, software, request.matmul_dtype)
 
 
 def compare_parts(profiles: Sequence[RankProfile], prediction: StepPrediction | None) -> list[ComparedPart]:

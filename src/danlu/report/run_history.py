@@ -25,6 +25,7 @@ from danlu.spec import (
     WarningEvent,
 )
 from danlu.spec.event import describe_unknown_events
+from danlu.spec.recipe import BatchConfig
 from danlu.storage import run_lock
 
 MAX_WARNINGS = 10_000
@@ -219,9 +220,14 @@ class RunHistory:
         """Spikes after which the run went back, those of a branch that was left included."""
         return [spike for spike in self.spikes if spike.rewound_to is not None]
 
-    def samples_passed_over(self, step: int) -> int:
-        """Samples before those of `step` that no step of the run as it is now has read: rewinds passed over them."""
-        return sum(samples for rewound_to, samples in self._passed_over if rewound_to < step)
+    def first_sample(self, step: int, batch: BatchConfig) -> int:
+        """Number of the first sample that a step has read, in the run as it is now: rewinds passed over some."""
+        done = sample = 0
+        for rewound_to, passed_over in self._passed_over:
+            if rewound_to < step:
+                sample = batch.cursor_after(rewound_to - done, sample) + passed_over
+                done = rewound_to
+        return batch.cursor_after(step - 1 - done, sample)
 
     @property
     def warning_count(self) -> int:

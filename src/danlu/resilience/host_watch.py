@@ -38,9 +38,8 @@ def moves_within(run: Path, seconds: float) -> bool:
     return False
 
 
-def _places(run: Path) -> list[tuple[int, int, int, str]]:
-    flights = read_flights(run, collectives=False)
-    return [(flight.rank, flight.collectives, flight.step, flight.phase) for flight in flights]
+def _places(run: Path) -> dict[int, tuple[int, int, str, float]]:
+    return {flight.rank: flight.place for flight in read_flights(run, collectives=False)}
 
 
 class HostWatch:

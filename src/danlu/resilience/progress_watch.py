@@ -29,14 +29,14 @@ class ProgressWatch:
         self.reported = False
         """Somebody was told of this stall: it is not the run's pace, and nothing is learned from it."""
         self._looked: float | None = None
-        self._places: dict[int, tuple[int, int, str]] = {}
+        self._places: dict[int, tuple[int, int, str, float]] = {}
         self._longest = 0.0
         self._step = self._steps = 0
         self._history: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def look(self, now: float, flights: Sequence[RankFlight]) -> None:
         """Take in where the ranks are."""
-        places = {flight.rank: (flight.collectives, flight.step, flight.phase) for flight in flights}
+        places = {flight.rank: flight.place for flight in flights}
         tick = 0.0 if self._looked is None else min(now - self._looked, _MAX_TICK)
         self._looked = now
         if places != self._places:
@@ -68,7 +68,7 @@ class ProgressWatch:
 
     @property
     def _in_step(self) -> bool:
-        return all(phase in STEP_PHASES for _, _, phase in self._places.values())
+        return all(phase in STEP_PHASES for _, _, phase, _ in self._places.values())
 
     def is_stalled(self, busy: bool = False) -> bool:
         """Whether nothing has moved for too long; longer is allowed if who is waited for is `busy` computing."""

@@ -9,7 +9,7 @@ from danlu.report.precision_text import slow_precision_note
 from danlu.report.run_tables import find_run
 from danlu.report.terminal import Console, print_warning
 from danlu.runs.dataset import ensure_dataset
-from danlu.spec import Model, Plan, Recipe, RunFolder, SpecError, load_plan, toml
+from danlu.spec import Model, Plan, Recipe, RunFolder, SpecError, load_plan, load_recipe, toml
 from danlu.spec.check import ClusterSource, PlanSource, RecipeSource, RunSpec, load_run_spec, parsed_without_file
 from danlu.spec.load import ParsedSpec, load_model, read_plan, read_recipe
 from danlu.spec.names import NAME_RULE, is_name, sanitize_name
@@ -18,6 +18,8 @@ from danlu.spec.problem import format_value, problem_at
 from danlu.spec.run_folder import DEFAULT_RUNS_DIR
 from danlu.storage import run_lock
 from danlu.storage.access import set_umask
+from danlu.storage.checkpoint.checkpoint_dir import CheckpointDir
+from danlu.storage.checkpoint.run_store import open_run_store
 from danlu.storage.run_lock import RunError, RunLock
 
 
@@ -122,10 +124,19 @@ def _replace_layout(run: RunFolder, nproc: int | None, plan: Path | None, cluste
 
 
 def _check_not_finished(run: RunFolder) -> None:
-    """A run whose steps are all done cannot be resumed."""
+    """A run whose steps are all done cannot be resumed; one that was cut off before the last of them was saved can."""
     recipe = read_recipe(run.recipe)
-    done = max((event.step for event in run.read_events() if event.kind in ("step", "ended")), default=0)
-    if done >= recipe.value.steps:
+    events = [event for event in run.read_events() if event.kind in ("step", "ended")]
+    if max((event.step for event in events), default=0) < recipe.value.steps:
+        return
+    finished = events[-1].kind == "ended" and events[-1].outcome == "finished"
+    if not finished:
+        try:
+            saved = CheckpointDir(open_run_store(run), keep=1).resumable_steps()
+        except (OSError, ImportError) as error:
+            raise RunError(f"{run.name}: whether its last step was saved cannot be seen: {error}") from None
+        finished = bool(saved) and saved[-1] >= recipe.value.steps
+    if finished:
         message = f"is {recipe.value.steps}, and all of them are done"
         raise SpecError([recipe.problem("steps", message, "raise it to train on")])
 
@@ -171,26 +182,29 @@ def check_weights(recipe: ParsedSpec[Recipe]) -> None:
 
     folder, model = Path(recipe.value.weights), recipe.value.model
     checkpoint = newest_checkpoint(folder)
-    if isinstance(model, Model) and (checkpoint is None or (folder / MODEL_FILE).is_file()):
-        _check_against_model_file(recipe, model, folder)
+    if isinstance(model, Model):
+        trained = RunFolder(folder).recipe
+        if checkpoint is None or (folder / MODEL_FILE).is_file():
+            _check_against_model(recipe, model, load_model(str(folder / MODEL_FILE)), folder / MODEL_FILE)
+        elif trained.is_file() and isinstance(other := load_recipe(trained).model, Model):
+            _check_against_model(recipe, model, other, trained)
     if checkpoint is not None:
         check_checkpoint_weights(checkpoint, model)
     else:
         open_weights(folder, model)
 
 
-def _check_against_model_file(recipe: ParsedSpec[Recipe], model: Model, folder: Path) -> None:
-    from danlu.framework.hf.convert import MODEL_FILE, differing_fields
+def _check_against_model(recipe: ParsedSpec[Recipe], model: Model, trained: Model, file: Path) -> None:
+    """Raise `SpecError` if the weights are of a model that computes something else, though shapes may agree."""
+    from danlu.framework.hf.convert import differing_fields
 
-    file = folder / MODEL_FILE
-    imported = load_model(str(file))
     problems = [
         recipe.problem(
             f"model.{field}",
-            f"is {format_value(getattr(model, field))}, but {format_value(getattr(imported, field))} in {file}",
+            f"is {format_value(getattr(model, field))}, but {format_value(getattr(trained, field))} in {file}",
             "use the value that the weights were trained with",
         )
-        for field in differing_fields(model, imported)
+        for field in differing_fields(model, trained)
     ]
     if problems:
         raise SpecError(problems)

@@ -204,6 +204,11 @@ class Coordinator:
         status = self.status_of(rank)
         return status.phase if status and self._is_current(rank) else ""
 
+    def trains(self, rank: int) -> bool:
+        """Whether a rank has come to its first step since it started."""
+        status = self.status_of(rank)
+        return status is not None and status.trains and self._is_current(rank)
+
     def generation_of(self, rank: int) -> int:
         """The newest world that a rank reported."""
         status = self.status_of(rank)
@@ -232,9 +237,9 @@ class Coordinator:
         used = set(self._place.values())
         alive = [node.name for node in self._nodes.values() if not node.is_lost and node.status]
         spares = tuple(name for name in alive if name not in used)
-        is_whole = not any(self._nodes[name].is_lost for name in used)
-        if is_whole or spares:
-            return Means(memory=is_whole, spare_hosts=spares, hosts=tuple(alive))
+        lost = sum(self._nodes[name].is_lost for name in used)
+        if len(spares) >= lost:
+            return Means(memory=not lost, spare_hosts=spares, hosts=tuple(alive))
         smaller = self._smaller_plan(len(alive))
         if smaller is None:
             return Means(memory=False, hosts=tuple(alive))
@@ -279,9 +284,14 @@ class Coordinator:
             used = dict.fromkeys(self._place.values())  # in order of ranks
             alive = [name for name in (*used, *self._nodes) if not self._nodes[name].is_lost]
             self._lay_out(list(dict.fromkeys(alive))[: len(ranks) // self.ranks.tasks_per_node], order.generation)
+        waiting = iter(dict.fromkeys([*filter(None, [host]), *self.means.spare_hosts]))
+        instead: dict[str, str] = {}
         for rank in ranks:
-            if self._nodes[self._place[rank]].is_lost:
-                self._place[rank] = host
+            lost = self._place[rank]
+            if self._nodes[lost].is_lost:
+                if lost not in instead:  # each lost node has a spare of its own
+                    instead[lost] = next(waiting, lost)
+                self._place[rank] = instead[lost]
             self._generation_of_start[rank] = order.generation
         start: dict[str, list[tuple[int, int]]] = {name: [] for name in sorted(set(self._place.values()))}
         for rank in sorted(ranks):

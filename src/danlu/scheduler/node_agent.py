@@ -13,7 +13,7 @@ from typing import Any
 
 from danlu.comm.flight_record import read_flights, remove_flights, remove_snapshots
 from danlu.comm.interfaces import interface_of
-from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
+from danlu.comm.launcher_link import RegroupOrder
 from danlu.comm.store_client import LastingStoreClient, StoreError
 from danlu.resilience.describe import describe_slow_rank
 from danlu.resilience.host_watch import HostWatch
@@ -155,7 +155,7 @@ class NodeAgent:
         """Who hangs and who is slow, once all ranks of this node train."""
         changes: dict[str, Any] = {}
         links, ranks = self._ranks.links, self._ranks.processes
-        if not ranks or any(links.phase_of(rank) != FIRST_STEP for rank in ranks):
+        if not ranks or not all(map(links.trains, ranks)):
             return changes
         generation = max(links.generation_of(rank) for rank in ranks)
         if generation != self._watched_generation:
@@ -182,6 +182,7 @@ class NodeAgent:
             code=code,
             why=self._ranks.describe(rank) if code else "",
             phase=links.phase_of(rank),
+            trains=links.trains(rank),
             joined=links.generation_of(rank),
             lost=links.lost_of(rank),
         )

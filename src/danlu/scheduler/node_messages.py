@@ -26,6 +26,8 @@ class RankStatus(SpecModel):
     why: str
     """How it ended, in one line."""
     phase: str
+    trains: bool
+    """Whether it has come to its first step since it started."""
     joined: int
     """The newest world that it reported."""
     lost: int

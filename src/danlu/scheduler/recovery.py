@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from danlu.comm.launcher_link import FIRST_STEP, RegroupOrder
+from danlu.comm.launcher_link import LOADING_PHASES, RegroupOrder
 from danlu.resilience.describe import describe_diagnosis
 from danlu.resilience.diagnosis import Diagnosis
 from danlu.resilience.policy import (
@@ -30,6 +30,8 @@ JOIN_SECONDS = 5.0
 """Seconds that a rank has to leave a world after it was ordered to; then it is killed, and replaced too."""
 READY_SECONDS = 60.0
 """Seconds that ranks have at least to build and restore; three times as long as the first start if that took longer."""
+LOADING_SECONDS = 1800.0
+"""The same of ranks that read a checkpoint or data, which takes as long as the store takes."""
 LOST_SECONDS = 0.5
 """Seconds after connections broke in which a rank that died is surely seen; after that it was the network."""
 _SETTLE_SECONDS = 0.02
@@ -43,6 +45,10 @@ class RankReports(Protocol):
 
     def phase_of(self, rank: int) -> str:
         """What a rank said last that it is doing."""
+        ...
+
+    def trains(self, rank: int) -> bool:
+        """Whether a rank has come to its first step since it started."""
         ...
 
     def generation_of(self, rank: int) -> int:
@@ -205,7 +211,7 @@ class Recovery:
     def _watch_start(self, recover: bool) -> None:
         """Ranks that do not leave the last world, or do not get ready in the new one, are killed."""
         ranks, links, now = range(len(self._ranks.processes)), self._ranks.links, time.monotonic()
-        if all(links.phase_of(rank) == FIRST_STEP for rank in ranks):
+        if all(map(links.trains, ranks)):
             self._is_ready, self._took_over = True, False
             self._start_seconds = self._start_seconds or now - self._started_at
             self._ranks.watch.restart()
@@ -218,11 +224,13 @@ class Recovery:
         waited = now - self._ordered_at
         if not recover or not self.generation or waited < JOIN_SECONDS:
             return
-        late = [rank for rank in ranks if links.generation_of(rank) < self.generation]
-        if not late and waited > max(READY_SECONDS, 3 * self._start_seconds):
-            late = [rank for rank in ranks if links.phase_of(rank) != FIRST_STEP]
-        for rank in late:
+        for rank in (rank for rank in ranks if links.generation_of(rank) < self.generation):
             self._kill(rank, f"rank {rank} did not come to generation {self.generation} in {waited:.0f} s")
+        if waited > max(READY_SECONDS, 3 * self._start_seconds):
+            for rank in (rank for rank in ranks if not links.trains(rank) and rank not in self._killed):
+                phase = links.phase_of(rank)
+                if waited > LOADING_SECONDS or phase not in LOADING_PHASES:
+                    self._kill(rank, f"rank {rank} did not train after {waited:.0f} s, but was {phase or 'silent'}")
 
     def _on_hang(self, found: Diagnosis, recover: bool) -> None:
         record_hang(self._ranks.run, found, self._ranks.watch.quiet)
@@ -273,19 +281,23 @@ class Recovery:
     def _handle(self, fault: Fault) -> None:
         self.faults.append(fault)
         means, processes = self._ranks.means, self._ranks.processes
+        every = range(len(processes))
         decision = decide(self.faults, means, self._restarts)
         if isinstance(decision, Stop):
             self.reason = decision.reason
-            for rank in range(len(processes)):
+            for rank in every:
                 self._ranks.links.order(rank, None)
             return
-        self._has_started |= self._ranks.links.phase_of(0) == FIRST_STEP
+        self._has_started |= self._ranks.links.trains(0)
         is_smaller = isinstance(decision, Shrink | Replan)
         if is_smaller or isinstance(decision, Restore):
             for process in processes:
                 process.send_signal(signal.SIGKILL)
             for process in processes:
                 process.wait()
+        if isinstance(decision, Restore) and (lost := [rank for rank in every if self._ranks.lost_host(rank)]):
+            self._handle(self._fault_of(lost))  # a node died while it was waited for
+            return
         gone = [rank for rank, process in enumerate(processes) if process.poll() is not None]
         cause = fault.message
         if is_smaller:

@@ -20,6 +20,10 @@ class SlurmError(Exception):
     """Slurm refused or did not answer; the text is Slurm's."""
 
 
+class SubmissionUncertainError(SlurmError):
+    """Slurm did not answer in time: it may have queued the job nevertheless."""
+
+
 class JobStatus(SpecModel):
     """A job as the controller sees it."""
 
@@ -59,7 +63,9 @@ def run_command(command: list[str]) -> "subprocess.CompletedProcess[str]":
     except FileNotFoundError:
         raise _missing_command_error(command[0]) from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"`{' '.join(command)}` gave no answer in {_TIMEOUT:.0f} s: is slurmctld up?") from None
+        raise SlurmError(
+            f"`{' '.join(command)}` gave no answer in {_TIMEOUT:.0f} s (timed out): is slurmctld up?"
+        ) from None
 
 
 def check_slurm_installed() -> None:
@@ -76,7 +82,12 @@ def _missing_command_error(command: str) -> SlurmError:
 
 def submit_script(script: Path, run: CommandRunner = run_command) -> int:
     """Submit a batch script and return the job's id."""
-    answer = _run_checked(["sbatch", "--parsable", str(script)], run)
+    try:
+        answer = _run_checked(["sbatch", "--parsable", str(script)], run)
+    except SlurmError as error:
+        if "timed out" in str(error):  # also what sbatch says of its own limit: "Socket timed out on send/recv"
+            raise SubmissionUncertainError(str(error)) from None
+        raise
     number = answer.strip().splitlines()[-1].split(";")[0] if answer.strip() else ""
     if not number.isdigit():
         raise SlurmError(f"sbatch must print a job number, but printed {answer.strip()!r}")

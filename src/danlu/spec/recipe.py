@@ -158,13 +158,16 @@ class BatchConfig(SpecModel):
                 return stage.sequences
         return self.sequences
 
-    def cursor_after(self, steps: int) -> int:
-        """Samples of the first `steps` steps: the number of the first sample after them."""
-        done = cursor = 0
+    def cursor_after(self, steps: int, start: int = 0) -> int:
+        """The number of the first sample after so many steps, of which the first begins with sample `start`."""
+        end, done = 0, 0
         for stage in self.ramp:
-            cursor += (min(stage.until, steps) - done) * stage.sequences
-            done = min(stage.until, steps)
-        return cursor + (steps - done) * self.sequences
+            end += (stage.until - done) * stage.sequences
+            done = stage.until
+            if start < end:
+                of_stage = min(steps, -(-(end - start) // stage.sequences))
+                start, steps = start + of_stage * stage.sequences, steps - of_stage
+        return start + steps * self.sequences
 
 
 class OptimizerGroup(SpecModel):

@@ -7,7 +7,7 @@ Each entry says why it is needed. Torch 2.9 to 2.13 may be installed; where a mi
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -389,11 +389,10 @@ def reduce_op_number(boxed: Any) -> int:
     return int(boxed.op()) if boxed._has_method("op") else -1
 
 
-@cache
-def finished_work() -> Any:
-    """The handle of a collective that is over, as c10d's operators return it."""
-    future: torch.futures.Future[None] = torch.futures.Future()
-    future.set_result(None)
+def finished_work(result: list[torch.Tensor]) -> Any:
+    """The handle of a collective that is over, as c10d's operators return it; DDP takes the tensors from it."""
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(result)
     return cast(Any, torch._C._distributed_c10d)._create_work_from_future(future).boxed()
 
 

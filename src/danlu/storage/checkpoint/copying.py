@@ -38,7 +38,9 @@ class CopyResult:
     there: int = 0
     """Packs that existed already, with the right content."""
     complete_before: bool = False
-    """The target had this very checkpoint, including its manifest: nothing was copied."""
+    """The target had this very checkpoint, including its manifest: no pack was copied."""
+    parity_groups: int = 0
+    """Whose parity was written."""
 
 
 def copy_checkpoint(source: Store, target: Store, step: int, on_bytes: OnBytes = lambda done: None) -> CopyResult:
@@ -49,9 +51,12 @@ def copy_checkpoint(source: Store, target: Store, step: int, on_bytes: OnBytes =
     """
     reader = CheckpointReader(source, step)
     result = CopyResult(step)
+    path = f"{reader.folder}/{MANIFEST_FILE}"
+    text = read_intact_bytes(source, path, MAX_METADATA_BYTES, parse_manifest)
     if _is_complete(reader, target):
         result.complete_before = True
         on_bytes(reader.manifest.bytes)
+        _copy_parity(reader, target, text, result)
         return result
     if (free := target.free_bytes()) is not None and free < (
         needed := reader.manifest.bytes - _bytes_present(reader, target)
@@ -60,21 +65,26 @@ def copy_checkpoint(source: Store, target: Store, step: int, on_bytes: OnBytes =
             f"{target.name} has {format_bytes(free)} free, but {format_bytes(needed)} are needed; free some space first"
         )
     _copy_subtree(reader, reader.manifest, target, result, on_bytes, replicas=has_parity(source, step))
-    path = f"{reader.folder}/{MANIFEST_FILE}"
-    text = read_intact_bytes(source, path, MAX_METADATA_BYTES, parse_manifest)
     target.create(path, text)
-    _copy_parity(reader, target, text)
+    _copy_parity(reader, target, text, result)
     return result
 
 
-def _copy_parity(reader: CheckpointReader, target: Store, manifest: bytes) -> None:
-    """Write metadata replicas and parity if the source has them; parity is computed from the copied packs."""
+def _copy_parity(reader: CheckpointReader, target: Store, manifest: bytes, result: CopyResult) -> None:
+    """Write metadata replicas and parity that the source has and the target lacks: a copy may have been cut off.
+
+    Parity is computed from the copied packs.
+    """
     attempt, source = reader.manifest.attempt, reader.store
     if not has_parity(source, reader.manifest.step):
         return
     target.write(f"{reader.folder}/{replica_path(MANIFEST_FILE)}", [manifest])
     for group in read_parity_groups(source, reader.manifest.step, attempt, lambda line: None, _raise_parity_lost):
-        write_parity(target, group.step, group.attempt, group.group, group.members, len(group.blocks))
+        try:
+            target.size(group.path)  # it is written last
+        except FileNotFoundError:
+            write_parity(target, group.step, group.attempt, group.group, group.members, len(group.blocks))
+            result.parity_groups += 1
 
 
 def _raise_parity_lost(path: str, message: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from danlu.spec.files import read_json
@@ -51,7 +52,6 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.folder = folder
-        self._open = _safe_open()
         self._files: dict[str, str] = {}
         self._handles: dict[str, Any] = {}
         index = folder / f"{stem}.safetensors.index.json"
@@ -127,7 +127,7 @@ class SafetensorsReader:
         """An open file; kept open, because the next tensor is most often in the same one."""
         if file not in self._handles:
             try:
-                self._handles[file] = self._open(self.folder / file, framework="pt")
+                self._handles[file] = safe_open(self.folder / file, framework="pt")
             except Exception as error:  # errors of the package and of the system: a truncated file, a pipe, no memory
                 message = f"is not a safetensors file that can be read: {error}"
                 raise SpecError([problem_at(self.folder / file, 1, "file", message, "get the file again")]) from None
@@ -208,12 +208,3 @@ def _to_bytes(tensor_slice: Tensor, dtype: torch.dtype) -> bytes:
     """The bytes of a slice; via integers, because numpy has no bf16."""
     flat = tensor_slice.detach().to(dtype).contiguous().flatten()
     return flat.view(torch.uint8).numpy().tobytes()
-
-
-def _safe_open() -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        message = "is not installed, and weights are read with it"
-        raise SpecError([problem_at(Path("safetensors"), 1, "package", message, "pip install 'danlu[hf]'")]) from None
-    return safe_open

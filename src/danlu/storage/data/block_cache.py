@@ -38,10 +38,11 @@ class BlockCache:
         self._blocks = os.open(blocks, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._blocks, self.num_sets * MIN_CACHE_BYTES)
         tags_bytes = self.num_sets * _WAYS * _TAG_DTYPE.itemsize
-        with tags.open("a+b") as file:
-            os.posix_fallocate(
-                file.fileno(), 0, tags_bytes
-            )  # a hole in a mapped file on a full disk would kill the process
+        descriptor = os.open(tags, os.O_RDWR | os.O_CREAT, 0o644)
+        try:  # a hole in a mapped file on a full disk would kill the process
+            os.posix_fallocate(descriptor, 0, tags_bytes)
+        finally:
+            os.close(descriptor)
         self._tags = np.memmap(tags, dtype=_TAG_DTYPE, mode="r+", shape=(self.num_sets, _WAYS))
 
     def get(self, content: str, block: int, length: int, expected: int) -> bytes | None:

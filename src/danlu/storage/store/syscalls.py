@@ -1,7 +1,12 @@
 """The system calls of a local store, in one object, so that tests can record, interrupt or fail them."""
 
+import ctypes
+import errno
 import os
 from collections.abc import Sequence
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Syscalls:
@@ -28,8 +33,14 @@ class Syscalls:
         return os.preadv(descriptor, list(into), offset)
 
     def fallocate(self, descriptor: int, offset: int, length: int) -> None:
-        """Allocate disk space, or fail with ENOSPC."""
-        os.posix_fallocate(descriptor, offset, length)
+        """Allocate disk space, or fail: ENOSPC on a full disk, EOPNOTSUPP where it cannot be, as on NFS before 4.2.
+
+        Not `os.posix_fallocate`: there the C library writes a byte into every block instead, or fails with EBADF.
+        """
+        while _libc.fallocate(descriptor, 0, offset, length):
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
 
     def ftruncate(self, descriptor: int, length: int) -> None:
         """Set the length of a file."""
