@@ -251,6 +251,22 @@ def test_bytes_are_within_a_tenth_of_the_dry_run(name: str) -> None:
         assert memories[place].allocated == pytest.approx(trace.peak.total, rel=0.08), place
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 3)])
+def test_bytes_of_every_rank_of_a_long_pipeline_are(schedule: str, stages: int) -> None:
+    """Of ranks that hold the same, the first or the last is the fullest: what `peak` looks at."""
+    short = recipe_of("zero-bubble × tp")
+    changes = {"model": short.decoder.model_copy(update={"layers": 24})}
+    recipe = short.model_copy(update=changes | {"batch": short.batch.model_copy(update={"sequences": 32})})
+    wanted = plan(schedule, stages, pp=8, tp=2, shard=2, microbatches=16)
+    run = dry_run_ranks(recipe, wanted, POD, dense_ranks(wanted, POD)[:, 0, 0, 0, 0].tolist())
+    layout = layout_from_plan(wanted, POD)
+    memories = formulas_of(recipe, wanted).memory_by_pp_rank(layout)
+    for trace in run.traces:
+        assert memories[trace.place["pp"]].allocated == pytest.approx(trace.peak.total, rel=0.05), trace.place
+    assert formulas_of(recipe, wanted).memory(layout).allocated == max(memory.allocated for memory in memories)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_flops_and_traffic_are_those_of_the_dry_run(name: str) -> None:
     formulas, wanted, traces = both(name)
