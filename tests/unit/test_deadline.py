@@ -100,7 +100,7 @@ def test_the_command_answers_three_nodes_where_three_do(tmp_path: Path) -> None:
 def test_every_number_of_whole_nodes_counts() -> None:
     from danlu.planner.deadline import whole_nodes
 
-    many = question(cluster=machine(nodes=1000, per_node=4), chips=3998)
+    many = question(cluster=machine(nodes=2000, per_node=4), chips=3998)
     counts = whole_nodes(many)
     assert counts[:-1] == [4 * nodes for nodes in range(1, 1000)]
     assert counts[-1] == 3998  # all there are, whole nodes or not
