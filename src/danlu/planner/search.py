@@ -204,13 +204,11 @@ class _Search:
     def _open_shape(self, bound: float, shape: ShapeKnobs) -> None:
         for schedule in self.space.schedules_of(shape):
             splits = self.space.data_splits(shape, schedule)
-            if splits:
+            if splits and shape.microbatches >= self._fewest_microbatches(shape._replace(microbatches=1), schedule):
                 self._push(max(bound, self.pricer.shape_lower_bound(shape, schedule, splits)), (shape, schedule))
 
     def _open_schedule(self, bound: float, shape: ShapeKnobs, schedule: ScheduleKnobs) -> None:
         """Expand into every sharding of states."""
-        if shape.microbatches < self._fewest_microbatches(shape._replace(microbatches=1), schedule):
-            return
         for data in self.space.data_splits(shape, schedule):
             candidate = Candidate(shape, schedule, data)
             if self._degrees(candidate) not in self.done:
